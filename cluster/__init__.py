@@ -1,0 +1,1 @@
+"""What all processes agree on: configuration, messages, RPC, registry, block hashes, telemetry."""

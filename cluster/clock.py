@@ -1,0 +1,64 @@
+"""Time as an argument: whoever needs it is handed a clock, so that tests and simulations can set it."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Tells the time. Durations come from ``monotonic``; ``unix`` is for what other machines read."""
+
+    def monotonic(self) -> float:
+        """Seconds since some fixed moment of this process; never goes back."""
+        ...
+
+    def unix(self) -> float:
+        """Seconds since 1970-01-01 UTC; may jump when the machine's clock is set."""
+        ...
+
+
+class SystemClock:
+    """The machine's clock."""
+
+    def monotonic(self) -> float:
+        """See Clock."""
+        return time.monotonic()
+
+    def unix(self) -> float:
+        """See Clock."""
+        return time.time()
+
+
+class ManualClock:
+    """A clock that moves only when told to, for tests and virtual time. All arguments in seconds."""
+
+    def __init__(self, *, monotonic: float = 0.0, unix: float = 1_700_000_000.0) -> None:
+        self._monotonic = monotonic
+        self._unix = unix
+
+    def monotonic(self) -> float:
+        """See Clock."""
+        return self._monotonic
+
+    def unix(self) -> float:
+        """See Clock."""
+        return self._unix
+
+    def advance(self, seconds: float) -> None:
+        """Moves both times on. Raises ValueError where ``seconds`` is negative or no finite number."""
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(f"a clock advances by a finite number of seconds of at least 0, not {seconds}")
+        self._monotonic += seconds
+        self._unix += seconds
+
+    def advance_to(self, monotonic: float) -> None:
+        """Moves on to a monotonic time. Raises ValueError where that is in the past."""
+        if monotonic < self._monotonic:
+            raise ValueError(f"the clock is at {self._monotonic} s and cannot go back to {monotonic} s")
+        self.advance(monotonic - self._monotonic)
+        self._monotonic = monotonic
+
+    def set_unix(self, unix: float) -> None:
+        """Sets the wall clock alone, as an administrator or NTP might: it may go back."""
+        self._unix = unix

@@ -1,0 +1,310 @@
+"""The configuration tree: defaults < YAML file < environment (``LEADOUT_*``) < flags.
+
+``load_config`` is the way in. The tree is frozen, and an unknown key or a wrong value is a
+:class:`ConfigError` that names the key, the value, where it came from and what is allowed. A section built
+directly (``EngineConfig(block_size=32)``) reads neither file nor environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from cluster.config_sources import (
+    CONFIG_FILE_VARIABLE,
+    ENV_NESTED_DELIMITER,
+    ENV_PREFIX,
+    ConfigError,
+    ConfigSource,
+    explain,
+    merge_sources,
+    read_environment,
+    read_flags,
+    read_yaml,
+)
+from cluster.config_values import (
+    BlockSize,
+    ByteSize,
+    CommaSeparated,
+    LowerCase,
+    Milliseconds,
+    Name,
+    NonEmpty,
+    Port,
+    PortOrOff,
+    RegistryUrl,
+)
+
+__all__ = [
+    "CONFIG_FILE_VARIABLE",
+    "ConfigError",
+    "EngineConfig",
+    "KvTransferConfig",
+    "LeadoutConfig",
+    "LocalConfig",
+    "LogConfig",
+    "ModelConfig",
+    "RegistryConfig",
+    "RouterConfig",
+    "WorkerConfig",
+    "load_config",
+]
+
+_MIB = 1024**2
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML's ``on`` and ``yes`` are booleans, and Python would take them for the number 1."""
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise PydanticCustomError("boolean", "a boolean is not allowed here")
+        return value
+
+
+class ModelConfig(_Section):
+    """Which model is served."""
+
+    source: NonEmpty = Field(
+        default="smollm2-135m-instruct",
+        description="A bundled model's name, the path of a .gguf file or of a folder with config.json and "
+        "*.safetensors, or a Hugging Face id.",
+    )
+    served_name: NonEmpty | None = Field(
+        default=None, description="The model's name in the API; null takes it from the source."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="Data type of weights, activations and KV cache; auto chooses by model and device.",
+    )
+    max_model_len: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Longest sequence, prompt and output, in tokens; null takes it from the model.",
+    )
+
+
+class EngineConfig(_Section):
+    """The engine of each worker: KV cache, scheduler, threads."""
+
+    block_size: BlockSize = Field(
+        default=16,
+        description="Tokens in one KV cache block; equal on all workers that hand over to each other.",
+    )
+    kv_cache_memory: ByteSize = Field(
+        default=512 * _MIB, description="Memory of the KV cache of one worker, in bytes."
+    )
+    max_num_seqs: int = Field(default=64, ge=1, le=65536, description="Most sequences in the running batch.")
+    max_num_batched_tokens: int = Field(
+        default=256, ge=1, description="Token budget of one engine step, decodes and prefill chunks together."
+    )
+    num_threads: int = Field(
+        default=0,
+        ge=0,
+        le=4096,
+        description="CPU threads of one worker; 0: cores divided by engine processes.",
+    )
+    prefill_order: Literal["shortest_remaining", "fcfs"] = Field(
+        default="shortest_remaining",
+        description="Which waiting prompt is computed first: the one with the fewest uncached tokens left, "
+        "or the oldest.",
+    )
+    ageing_tokens_per_second: float = Field(
+        default=200.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="With shortest_remaining: how many tokens shorter a prompt counts for each second it has "
+        "waited, so that long prompts do not starve.",
+    )
+    prefix_caching: bool = Field(
+        default=True, description="Whether full KV blocks are kept for later prompts."
+    )
+
+    @model_validator(mode="after")
+    def _budget_holds_a_token_for_each_sequence(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): each running sequence needs one token of a step"
+            )
+        return self
+
+
+class KvTransferConfig(_Section):
+    """How KV blocks move between workers."""
+
+    transport: Literal["nixl"] = Field(default="nixl", description="The transfer library.")
+    backends: Annotated[list[NonEmpty], NoDecode, CommaSeparated] = Field(
+        default=["UCX"],
+        min_length=1,
+        description="NIXL back ends in order of preference; a comma-separated list in the environment.",
+    )
+    write_timeout_ms: Milliseconds = Field(
+        default=30_000,
+        description="How long one write of KV blocks may take before its handoff fails, in ms.",
+    )
+
+
+class RegistryConfig(_Section):
+    """The Redis or Valkey server where processes find each other."""
+
+    url: RegistryUrl = Field(
+        default="redis://127.0.0.1:6379/0", description="The server: redis://, rediss:// or unix:// URL."
+    )
+    namespace: Name = Field(
+        default="leadout", description="Prefix of all keys, so that several deployments can share one server."
+    )
+    lease_ms: Milliseconds = Field(
+        default=5000, ge=100, description="How long a silent process stays registered, in ms."
+    )
+    heartbeat_ms: Milliseconds = Field(
+        default=1000,
+        ge=10,
+        description="How often a process renews its lease and re-reads the members, in ms.",
+    )
+
+    @model_validator(mode="after")
+    def _lease_outlives_a_lost_heartbeat(self) -> Self:
+        if self.lease_ms < 2 * self.heartbeat_ms:
+            raise ValueError(
+                f"lease_ms ({self.lease_ms}) must be at least twice heartbeat_ms ({self.heartbeat_ms}): "
+                "one late heartbeat must not end the lease"
+            )
+        return self
+
+
+class RouterConfig(_Section):
+    """The router: the OpenAI-compatible front door."""
+
+    host: NonEmpty = Field(default="127.0.0.1", description="Address the HTTP server binds.")
+    port: Port = Field(default=8000, description="Port of the HTTP server; 0: any free port.")
+    local_prefill_max_tokens: int = Field(
+        default=16,
+        ge=0,
+        description="Prompts whose uncached part is at most this many tokens are prefilled by the decode "
+        "worker itself.",
+    )
+    request_timeout_ms: Milliseconds = Field(
+        default=600_000, description="Deadline of a request from its arrival to its last token, in ms."
+    )
+    max_request_body: ByteSize = Field(default=8 * _MIB, description="Largest HTTP request body, in bytes.")
+    max_concurrent_requests: int = Field(
+        default=1024,
+        ge=1,
+        description="Most requests in the router at once; further ones are refused with 429.",
+    )
+    max_n: int = Field(
+        default=16, ge=1, le=1024, description="Most choices (`n`) that one request may ask for."
+    )
+
+
+class WorkerConfig(_Section):
+    """What prefill and decode workers have in common."""
+
+    host: NonEmpty = Field(
+        default="127.0.0.1", description="Address a worker binds and advertises to its peers."
+    )
+    port: Port = Field(default=0, description="Port of the worker's RPC endpoint; 0: any free port.")
+    metrics_port: PortOrOff = Field(
+        default=0, description="Port of the worker's Prometheus endpoint; 0: any free port, -1: no endpoint."
+    )
+    load_report_ms: Milliseconds = Field(
+        default=250, ge=10, description="Interval of load reports and KV events to the routers, in ms."
+    )
+    drain_grace_ms: Milliseconds = Field(
+        default=30_000, description="How long a draining worker lets its running requests finish, in ms."
+    )
+    id: Name | None = Field(
+        default=None, description="The worker's id, unique in the namespace; null: one is made up at start."
+    )
+
+
+class LocalConfig(_Section):
+    """What `leadout serve` starts on one machine."""
+
+    prefill: int = Field(
+        default=1, ge=0, le=64, description="Number of prefill workers; 0: decode workers prefill themselves."
+    )
+    decode: int = Field(default=1, ge=1, le=64, description="Number of decode workers.")
+
+
+class LogConfig(_Section):
+    """Logging of every process."""
+
+    level: Annotated[Literal["debug", "info", "warning", "error", "critical"], LowerCase] = Field(
+        default="info", description="Least severe level that is written."
+    )
+    format: Annotated[Literal["text", "json"], LowerCase] = Field(
+        default="text", description="One line per event: key=value text, or a JSON object."
+    )
+
+
+class LeadoutConfig(BaseSettings):
+    """The whole tree. Built directly it holds defaults and arguments only; see :func:`load_config`."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter=ENV_NESTED_DELIMITER,
+        env_ignore_empty=True,
+        env_parse_none_str="null",
+    )
+
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    kv_transfer: KvTransferConfig = KvTransferConfig()
+    registry: RegistryConfig = RegistryConfig()
+    router: RouterConfig = RouterConfig()
+    worker: WorkerConfig = WorkerConfig()
+    local: LocalConfig = LocalConfig()
+    log: LogConfig = LogConfig()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only the arguments: load_config gathers the other sources, and knows where each value came from."""
+        return (init_settings,)
+
+
+def load_config(*, file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> LeadoutConfig:
+    """Reads the configuration: defaults < YAML file < environment < ``overrides``.
+
+    ``file`` defaults to the path in ``LEADOUT_CONFIG``, if set. ``overrides`` is a nested mapping,
+    ``{"router": {"port": 0}}``; a leaf of None means that the flag was not given. Raises ConfigError.
+    """
+    if file is None and os.environ.get(CONFIG_FILE_VARIABLE):
+        file = Path(os.environ[CONFIG_FILE_VARIABLE])
+    sources: list[ConfigSource] = []
+    if file is not None:
+        sources.append(read_yaml(file))
+    sources.append(read_environment(LeadoutConfig))
+    sources.append(read_flags(overrides or {}))
+    try:
+        return LeadoutConfig(**merge_sources(sources))
+    except ValidationError as error:
+        raise ConfigError(explain(error, LeadoutConfig, sources)) from None

@@ -1,0 +1,103 @@
+"""What a process publishes about itself when it registers, and what a worker reports about its load."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from cluster.kv_layout import KvLayout
+
+PROTOCOL_VERSION = 1  # raised when a message changes meaning; unequal versions are never paired
+
+Role = Literal["prefill", "decode"]
+WorkerState = Literal["starting", "ready", "draining"]
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model a worker runs. Equal fingerprints mean interchangeable KV blocks (given equal layouts)."""
+
+    name: str  # as the API serves it
+    source: str  # a path or hub id the router can load the tokenizer from
+    fingerprint: str  # sha256 over the weights' headers and sizes, hex
+    dtype: str
+    max_model_len: int  # tokens
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class TransportEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and how a peer may write into this worker's KV cache."""
+
+    kind: str  # "nixl" | "in_process"
+    agent_name: str
+    metadata: bytes
+    base_address: int  # of block 0
+    num_blocks: int
+    memory: str = "DRAM"  # NIXL segment type: "DRAM" | "VRAM"
+    device_id: int = 0
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's registration."""
+
+    id: str
+    incarnation: int  # larger after each restart; time.time_ns() at start
+    role: Role
+    pid: int
+    host: str
+    address: str  # ZeroMQ endpoint, e.g. tcp://127.0.0.1:5701
+    metrics_address: str  # http URL of its Prometheus endpoint, "" if none
+    model: ModelIdentity
+    kv_layout: KvLayout
+    endpoint: TransportEndpoint
+    protocol_version: int = PROTOCOL_VERSION
+    started_at: float = 0.0  # unix seconds
+
+
+class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One router's registration."""
+
+    id: str
+    incarnation: int
+    pid: int
+    host: str
+    address: str  # http URL
+    protocol_version: int = PROTOCOL_VERSION
+    started_at: float = 0.0
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker publishes each interval; also its entry under ``load`` in ``/cluster``."""
+
+    state: WorkerState = "starting"
+    running: int = 0  # sequences in the running batch
+    waiting: int = 0  # sequences queued, not counting those that wait for remote KV
+    waiting_for_remote_kv: int = 0
+    waiting_prefill_tokens: int = 0  # uncached prompt tokens still to compute, running and waiting
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0  # allocatable, cached ones included
+    kv_blocks_cached: int = 0  # free, but holding a reusable prefix
+    kv_blocks_reserved: int = 0  # promised to a writer that has not sealed yet
+    kv_blocks_pinned: int = 0  # being sent to a peer
+    kv_blocks_quarantined: int = 0  # cancelled, but the writer has not confirmed it stopped
+    handoffs_active: int = 0
+    num_preemptions: int = 0  # since start
+    step_ms: float = 0.0  # moving average of one engine step
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+
+
+def incompatibility(one: WorkerRecord, other: WorkerRecord) -> str | None:
+    """Why two workers cannot hand over KV blocks to each other; None if they can."""
+    checks: tuple[tuple[str, object, object], ...] = (
+        ("protocol version", one.protocol_version, other.protocol_version),
+        ("model fingerprint", one.model.fingerprint, other.model.fingerprint),
+        ("dtype", one.model.dtype, other.model.dtype),
+        ("KV layout", one.kv_layout, other.kv_layout),
+        ("transport", one.endpoint.kind, other.endpoint.kind),
+    )
+    for what, mine, theirs in checks:
+        if mine != theirs:
+            return f"{what} differs: {one.id} has {mine}, {other.id} has {theirs}"
+    return None

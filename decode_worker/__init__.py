@@ -1,0 +1,1 @@
+"""Reserves KV blocks, receives the prompt's KV cache, and generates the answer."""

@@ -1,0 +1,251 @@
+"""One worker's engine: scheduler, KV cache, model runner and sampler behind one step function."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from cluster.block_hash import BlockHash
+from cluster.kv_layout import KvLayout
+from cluster.messages import TokenLogprobs
+from engine.batch import Batch
+from engine.kv_cache.kv_cache_manager import KvCacheManager
+from engine.sampler.params_check import check_sampling_params
+from engine.sampler.penalties import TokenCounts, needs_token_counts
+from engine.sampler.sampler import Sampler, SamplingRow
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.output import SchedulerOutput, SchedulerUpdate
+from engine.scheduler.scheduler import Scheduler
+from engine.sequence import SampledToken
+from engine.step_result import EngineLoad, NewRequest, SequenceOutput, StepResult
+
+logger = logging.getLogger(__name__)
+
+_STEP_AVERAGE_WEIGHT = 0.1  # of the newest step in the moving average
+
+
+class Runner(Protocol):
+    """Computes batches. ``engine.model_runner.ModelRunner`` is one."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Writes the batch's KV, and returns fp32 logits [num_sequences_needing_logits, vocab], in order."""
+        ...
+
+
+class Engine:
+    """Runs requests on one model. Single-threaded: call everything from one thread (see ``EngineLoop``).
+
+    Times are seconds on the caller's clock. Every request that was accepted and not aborted ends with one
+    ``SequenceOutput`` that has a ``finish_reason``; aborted ones end without.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        scheduler_config: SchedulerConfig,
+        kv_layout: KvLayout,
+        num_blocks: int,
+        eos_token_ids: Sequence[int],
+        max_model_len: int,
+        vocab_size: int,
+        hash_root: Callable[[str], BlockHash],
+    ) -> None:
+        """``num_blocks`` includes the null block 0, which is never allocated.
+
+        ``hash_root`` maps a request's cache salt to the root of its block-hash chain, usually
+        ``functools.partial(root_hash, model_fingerprint, kv_layout.fingerprint())``. Raises ValueError on
+        impossible sizes.
+        """
+        self._runner = runner
+        self._vocab_size = vocab_size
+        self._kv_cache = KvCacheManager(num_blocks, kv_layout.block_size, hash_root)
+        self._scheduler = Scheduler(
+            scheduler_config,
+            self._kv_cache,
+            eos_token_ids=frozenset(eos_token_ids),
+            max_model_len=max_model_len,
+        )
+        self._sampler = Sampler(eos_token_ids)
+        self._token_counts: dict[str, TokenCounts] = {}  # of requests with a penalty
+        self._pending_outputs: list[SequenceOutput] = []
+        self._step_ms = 0.0
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one sequence: the model's limit, or what the KV cache holds if that is less."""
+        return self._scheduler.max_model_len
+
+    def add_request(self, request: NewRequest, now: float) -> None:
+        """Queues a request.
+
+        Raises ValueError if it is malformed or could never fit, RequestStateError (a ValueError) if its id is
+        still in use, and QueueFullError if too many requests wait.
+        """
+        for name, token_ids in (
+            ("prompt", request.prompt_token_ids),
+            ("output", request.output_token_ids),
+        ):
+            if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+                bad = next(token for token in token_ids if not 0 <= token < self._vocab_size)
+                raise ValueError(
+                    f"request {request.request_id} has {name} token {bad},"
+                    f" must be from 0 to {self._vocab_size - 1}"
+                )
+        check_sampling_params(request.sampling, self._vocab_size)
+        self._scheduler.add_request(request, now)
+        if needs_token_counts(request.sampling):
+            self._token_counts[request.request_id] = TokenCounts(
+                request.prompt_token_ids, request.output_token_ids
+            )
+
+    def abort(self, request_id: str, *, quarantine: bool = False, hold: bool = False) -> bool:
+        """Drops a request; no output for it follows. Returns False if it is unknown or already finished.
+
+        With ``quarantine``, blocks reserved for a peer are not reused until ``release_quarantined``: the peer
+        may still write into them. Without, they are free at once: only after the peer is fenced. With
+        ``hold``, its blocks stay until ``release``: a transfer may still read them.
+        """
+        if not self._scheduler.abort(request_id, quarantine=quarantine, hold=hold):
+            return False
+        self._token_counts.pop(request_id, None)
+        self._pending_outputs = [out for out in self._pending_outputs if out.request_id != request_id]
+        return True
+
+    def activate(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> None:
+        """A peer has written the whole reserved prompt and sampled ``first_token``: the request runs.
+
+        The token's output comes with the next step. Raises RequestStateError unless the request has a
+        reservation, ValueError if the token is not in the vocabulary.
+        """
+        if not 0 <= first_token < self._vocab_size:
+            raise ValueError(
+                f"first_token of request {request_id} is {first_token},"
+                f" must be from 0 to {self._vocab_size - 1}"
+            )
+        self._take_output(self._scheduler.activate(request_id, first_token, logprobs))
+
+    def fail_remote(self, request_id: str, num_landed_tokens: int = 0) -> None:
+        """The peer failed and no longer writes: the request is computed here, in the blocks reserved for it.
+
+        The first ``num_landed_tokens`` positions, counted from the prompt's start, already hold valid KV.
+        Raises RequestStateError unless the request has a reservation, ValueError on an impossible number.
+        """
+        self._scheduler.fail_remote(request_id, num_landed_tokens)
+
+    def release(self, request_id: str) -> bool:
+        """Frees the blocks held by a finished ``prefill_only`` request, or by an abort with ``hold``.
+
+        Returns whether there were any.
+        """
+        return self._kv_cache.release(request_id)
+
+    def release_quarantined(self, request_id: str) -> bool:
+        """Frees the blocks of an abort with ``quarantine``: the writer is done, fenced or dead.
+
+        Returns whether there were any.
+        """
+        return self._kv_cache.release_quarantined(request_id)
+
+    def has_work(self) -> bool:
+        """Whether a step might do something. Requests that wait for a peer are no work."""
+        return bool(self._scheduler.has_unfinished or self._pending_outputs or self._kv_cache.has_events)
+
+    def cached_block_hashes(self) -> list[BlockHash]:
+        """Every block hash in the prefix cache."""
+        return self._kv_cache.snapshot()
+
+    def load(self) -> EngineLoad:
+        """Lengths of the queues, use of the blocks, and totals since start."""
+        counts, usage = self._scheduler.counts(), self._kv_cache.usage()
+        return EngineLoad(
+            running=counts.running,
+            waiting=counts.waiting,
+            waiting_for_remote_kv=counts.waiting_for_remote_kv,
+            waiting_prefill_tokens=counts.waiting_prefill_tokens,
+            kv_blocks_total=usage.total,
+            kv_blocks_free=usage.free,
+            kv_blocks_cached=usage.cached,
+            kv_blocks_reserved=usage.reserved,
+            kv_blocks_held=usage.held,
+            kv_blocks_quarantined=usage.quarantined,
+            num_preemptions=counts.num_preemptions,
+            step_ms=self._step_ms,
+            prompt_tokens_total=counts.prompt_tokens_total,
+            generation_tokens_total=counts.generation_tokens_total,
+            prefix_cache_queries_total=counts.prefix_cache_queries_total,
+            prefix_cache_hits_total=counts.prefix_cache_hits_total,
+        )
+
+    def step(self, now: float) -> StepResult:
+        """Schedules, computes and samples once. Does not raise for what the model or a request does.
+
+        If the forward pass raises, the requests in that batch end with an error, and the engine goes on.
+        """
+        began = time.perf_counter()
+        scheduled = self._scheduler.schedule(now)
+        update = self._compute(scheduled) if scheduled.sequences else SchedulerUpdate()
+        for output in update.outputs:
+            self._take_output(output)
+        outputs, self._pending_outputs = self._pending_outputs, []
+        stored, removed = self._kv_cache.take_events()
+        duration_ms = (time.perf_counter() - began) * 1000
+        if scheduled.sequences:
+            weight = _STEP_AVERAGE_WEIGHT if self._step_ms else 1.0
+            self._step_ms += weight * (duration_ms - self._step_ms)
+        return StepResult(
+            outputs=tuple(outputs),
+            reservations=scheduled.reservations,
+            progress=update.progress,
+            first_scheduled=scheduled.first_scheduled,
+            blocks_stored=stored,
+            blocks_removed=removed,
+            num_tokens=scheduled.batch.num_tokens,
+            num_preempted=len(scheduled.preempted),
+            started_at=now,
+            duration_ms=duration_ms,
+        )
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if scheduler, KV cache and sequences contradict each other."""
+        self._scheduler.check_invariants()
+
+    def _compute(self, scheduled: SchedulerOutput) -> SchedulerUpdate:
+        try:
+            sampled = self._forward_and_sample(scheduled)
+        except Exception as error:
+            request_ids = ", ".join(sequence.request_id for sequence in scheduled.sequences)
+            logger.exception("a step failed; its requests end with an error: %s", request_ids)
+            return self._scheduler.fail_step(scheduled, f"{type(error).__name__} in a model step: {error}")
+        return self._scheduler.update_from_output(scheduled, sampled)
+
+    def _forward_and_sample(self, scheduled: SchedulerOutput) -> dict[str, SampledToken]:
+        logits = self._runner.forward(scheduled.batch)
+        sequences = [
+            sequence
+            for sequence, part in zip(scheduled.sequences, scheduled.batch.sequences, strict=True)
+            if part.needs_logits
+        ]
+        rows = [
+            SamplingRow(
+                sampling=sequence.sampling,
+                position=sequence.num_tokens,
+                num_output_tokens=sequence.num_output_tokens,
+                token_counts=self._token_counts.get(sequence.request_id),
+            )
+            for sequence in sequences
+        ]
+        tokens = self._sampler.sample(logits, rows)
+        return {sequence.request_id: token for sequence, token in zip(sequences, tokens, strict=True)}
+
+    def _take_output(self, output: SequenceOutput) -> None:
+        self._pending_outputs.append(output)
+        if output.finish_reason is not None:
+            self._token_counts.pop(output.request_id, None)
+        elif output.request_id in self._token_counts:
+            for token_id in output.token_ids:
+                self._token_counts[output.request_id].add(token_id)

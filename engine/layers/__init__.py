@@ -1,0 +1,1 @@
+"""The layers a decoder is put together from; each reads its own weights."""

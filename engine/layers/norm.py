@@ -1,0 +1,20 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.layers.build import BuildContext
+
+
+class RmsNorm:
+    """RMS norm over the last axis, in float32."""
+
+    def __init__(self, context: BuildContext, name: str, size: int) -> None:
+        self._backend = context.backend
+        self._weight = context.weights.take(f"{name}.weight", (size,), torch.float32)
+        self._eps = context.config.rms_norm_eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Float32 ``[..., size]`` to the same shape."""
+        return self._backend.rms_norm(x, self._weight, self._eps)

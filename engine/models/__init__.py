@@ -1,0 +1,1 @@
+"""Model definitions: configuration, the decoder, and loading."""

@@ -1,0 +1,84 @@
+"""The decoder of the Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen3.
+
+They differ in sizes, biases, head norms and rotation, all of which ``ModelConfig`` says and the layers
+follow. Other kinds of attention or feed-forward layers are chosen in ``build_attention`` and ``build_mlp``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.layers.attention import build_attention
+from engine.layers.build import BuildContext
+from engine.layers.embedding import EmbeddingAndHead
+from engine.layers.mlp import build_mlp
+from engine.layers.norm import RmsNorm
+from engine.layers.rotary import RotaryTables
+from engine.models.config import ModelConfig
+from engine.ops.backend import Backend, PagedAttention
+
+
+class DecoderLayer:
+    """Attention and feed-forward, each normalised before and added to the residual stream after."""
+
+    def __init__(self, context: BuildContext, layer: int) -> None:
+        prefix, hidden_size = f"model.layers.{layer}", context.config.hidden_size
+        self._attention_norm = RmsNorm(context, f"{prefix}.input_layernorm", hidden_size)
+        self._attention = build_attention(context, layer)
+        self._mlp_norm = RmsNorm(context, f"{prefix}.post_attention_layernorm", hidden_size)
+        self._mlp = build_mlp(context, layer)
+
+    def __call__(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: PagedAttention
+    ) -> torch.Tensor:
+        """Adds the layer's output to ``hidden``, float32 ``[num_tokens, hidden_size]``, in place."""
+        hidden.add_(self._attention(self._attention_norm(hidden), cos, sin, cache))
+        return hidden.add_(self._mlp(self._mlp_norm(hidden)))
+
+
+class Decoder:
+    """A decoder with its weights. Building it reads them; :meth:`forward` changes nothing but the KV cache."""
+
+    def __init__(self, context: BuildContext) -> None:
+        """Raises WeightError for a missing or misshapen tensor."""
+        config = context.config
+        self._config = config
+        self._backend = context.backend
+        self._max_model_len = context.max_model_len
+        self._embedding = EmbeddingAndHead(context)
+        self._layers = [DecoderLayer(context, layer) for layer in range(config.num_layers)]
+        self._norm = RmsNorm(context, "model.norm", config.hidden_size)
+        self._rotary = RotaryTables(config.rope, config.head_dim, context.max_model_len)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return self._config
+
+    @property
+    def backend(self) -> Backend:
+        """The operations the model runs on."""
+        return self._backend
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest context the model was built for, in tokens."""
+        return self._max_model_len
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: PagedAttention
+    ) -> torch.Tensor:
+        """One pass over a flat batch: writes its keys and values, gives the last layer's output.
+
+        ``token_ids`` and ``positions`` are int64 ``[num_tokens]``; the result is float32
+        ``[num_tokens, hidden_size]``.
+        """
+        hidden = self._embedding.embed(token_ids)
+        cos, sin = self._rotary.at(positions)
+        for layer in self._layers:
+            hidden = layer(hidden, cos, sin, cache)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 ``[num_rows, vocab_size]`` for rows of :meth:`forward`'s result."""
+        return self._embedding.logits(self._norm(hidden))

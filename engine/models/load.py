@@ -1,0 +1,71 @@
+"""Loads a model from disk."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from cluster.gguf import GgufFile
+from cluster.model_source import ModelSource
+from engine.layers.build import BuildContext
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.gguf_config import gguf_model_config
+from engine.models.hf_config import hf_model_config
+from engine.ops.backend import Backend
+from engine.weights.gguf_weights import GgufWeights
+from engine.weights.safetensors_weights import SafetensorsWeights
+from engine.weights.source import WeightReader, WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run."""
+
+    config: ModelConfig
+    module: Decoder
+    max_model_len: int  # tokens
+
+
+def load_model_config(source: ModelSource) -> ModelConfig:
+    """The configuration alone, without weights. Raises ModelConfigError, GgufFormatError, OSError."""
+    if source.kind == "gguf":
+        with GgufFile.open(source.path) as file:
+            return gguf_model_config(file)
+    return hf_model_config(source.path)
+
+
+def load_model(
+    source: ModelSource, *, dtype: torch.dtype, backend: Backend, max_model_len: int | None = None
+) -> LoadedModel:
+    """Reads configuration and weights and builds the model.
+
+    ``dtype`` must be the backend's. ``max_model_len`` is the longest context to serve, in tokens; None asks
+    for all the model allows. Raises ModelConfigError where the model or the length is not supported,
+    WeightError where the weights do not fit the configuration, GgufFormatError, ModelNotFoundError, OSError.
+    """
+    if dtype is not backend.dtype:
+        raise ValueError(f"dtype {dtype} is not the backend's, {backend.dtype}")
+    weights: WeightSource
+    if source.kind == "gguf":
+        file = GgufFile.open(source.path)
+        with closing(file):
+            config = gguf_model_config(file)
+            return _build(config, GgufWeights(file, config), backend, max_model_len)
+    config = hf_model_config(source.path)
+    config.resolve_max_model_len(max_model_len)  # before any weight is touched
+    with closing(SafetensorsWeights(source.path)) as weights:
+        return _build(config, weights, backend, max_model_len)
+
+
+@torch.inference_mode()
+def _build(
+    config: ModelConfig, weights: WeightSource, backend: Backend, max_model_len: int | None
+) -> LoadedModel:
+    length = config.resolve_max_model_len(max_model_len)
+    reader = WeightReader(weights)
+    module = Decoder(BuildContext(config, reader, backend, length))
+    reader.finish()
+    return LoadedModel(config, module, length)

@@ -1,0 +1,1 @@
+"""Numeric operations, one implementation per device behind one interface."""

@@ -1,0 +1,84 @@
+"""The operations in their plainest form: what every other backend is tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.kv_cache_storage import KvCacheStorage
+from engine.ops.backend import PackedLinear, PagedAttention, SequenceSpan
+
+
+class ReferencePagedAttention:
+    """Token by token, slot by slot, in float64."""
+
+    def __init__(self, spans: Sequence[SequenceSpan], kv_cache: KvCacheStorage) -> None:
+        self._spans = spans
+        self._kv_cache = kv_cache
+
+    def _slot(self, span: SequenceSpan, position: int) -> tuple[int, int]:
+        block_size = self._kv_cache.layout.block_size
+        return span.block_ids[position // block_size], position % block_size
+
+    def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        cache = self._kv_cache.layer(layer)  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        for span in self._spans:
+            for index in range(span.query_len):
+                block, offset = self._slot(span, span.context_len + index)
+                cache[block, 0, :, offset] = key[span.query_start + index].to(cache.dtype)
+                cache[block, 1, :, offset] = value[span.query_start + index].to(cache.dtype)
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+        cache = self._kv_cache.layer(layer)
+        num_queries_per_kv = query.shape[1] // self._kv_cache.layout.num_kv_heads
+        out = torch.empty_like(query)
+        for span in self._spans:
+            slots = [self._slot(span, position) for position in range(span.seq_len)]
+            keys_values = torch.stack([cache[block, :, :, offset] for block, offset in slots], dim=2)
+            keys, values = keys_values.double()  # each [num_kv_heads, seq_len, head_dim]
+            for index in range(span.query_len):
+                row = span.query_start + index
+                visible = span.context_len + index + 1
+                for head in range(query.shape[1]):
+                    kv_head = head // num_queries_per_kv
+                    scores = keys[kv_head, :visible] @ query[row, head].double() * scale
+                    out[row, head] = scores.softmax(dim=0) @ values[kv_head, :visible]
+        return out
+
+
+class ReferenceBackend:
+    """A Backend for tests: every operation written out from its definition."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.device = torch.device("cpu")
+
+    def prepack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+        return PackedLinear(weight, bias, in_features=weight.shape[1], out_features=weight.shape[0])
+
+    def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        out = x.to(self.dtype).float() @ packed.weight.float().T
+        if packed.bias is not None:
+            out = out + packed.bias.float()
+        return out.to(self.dtype)
+
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return table[token_ids].float()
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat([first, second], dim=-1) * cos + torch.cat([second, first], dim=-1) * sin
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return gate / (1 + torch.exp(-gate)) * up
+
+    def logits(self, hidden: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        return self.linear(hidden, packed).float()
+
+    def plan_attention(self, spans: Sequence[SequenceSpan], kv_cache: KvCacheStorage) -> PagedAttention:
+        return ReferencePagedAttention(spans, kv_cache)

@@ -1,0 +1,1 @@
+"""Chooses each sequence's next token from its logits."""

@@ -1,0 +1,1 @@
+"""Decides what each step computes. Pure: no tensors, no clock, no I/O."""

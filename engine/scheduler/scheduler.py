@@ -1,0 +1,421 @@
+"""The unified scheduler: every sequence's computed tokens chase its known tokens under one token budget.
+
+Life of a request:
+
+    add_request -> WAITING -> RUNNING -> FINISHED_*          computed here; prefill in chunks, then decode
+                      ^          | no room to grow
+                      +-PREEMPTED+                           recomputed: prompt and output so far
+    add_request -> WAITING -> WAITING_FOR_REMOTE_KVS -> RUNNING (activate)
+                      ^              |
+                      +--------------+ fail_remote           computed here, in the blocks reserved before
+
+Why nothing waits for ever. A prompt gets all its blocks at once when it is admitted, so only decodes grow,
+and a decode that cannot grow preempts the youngest running sequence, in the end itself: the oldest one
+always gets on. Candidates for admission are taken strictly in the policy's order, and the first one that
+finds no room keeps those behind it out, so that room made by others goes to it. Sequences that already have
+blocks (after fail_remote) pass by, as they take none. Reserved sequences hold blocks until their peer
+finishes or fails, and count towards ``max_num_seqs`` so that each can run as soon as it is activated.
+"""
+
+from __future__ import annotations
+
+from cluster.messages import FinishReason, TokenLogprobs
+from engine.batch import Batch, ScheduledSequence
+from engine.kv_cache.kv_cache_manager import KvCacheManager
+from engine.scheduler.admission import Admission
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.errors import QueueFullError, RequestStateError
+from engine.scheduler.output import QueueCounts, SchedulerOutput, SchedulerUpdate
+from engine.scheduler.request_limits import check_request
+from engine.scheduler.stop_conditions import check_stop
+from engine.sequence import SampledToken, Sequence, SequenceStatus
+from engine.step_result import NewRequest, PrefillProgress, Reservation, SequenceOutput
+
+_FINISH_REASONS: dict[SequenceStatus, FinishReason] = {
+    SequenceStatus.FINISHED_STOPPED: "stop",
+    SequenceStatus.FINISHED_LENGTH_CAPPED: "length",
+    SequenceStatus.FINISHED_ABORTED: "abort",
+    SequenceStatus.FINISHED_ERROR: "error",
+}
+
+
+class Scheduler:
+    """Queues of sequences, and the decision what each step computes.
+
+    Call ``schedule``, compute its batch, then give the result to ``update_from_output`` (or to ``fail_step``)
+    before the next ``schedule``. Requests may be added, aborted and activated at any time in between.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache: KvCacheManager,
+        *,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+    ) -> None:
+        """``max_model_len`` is in tokens; it is lowered to what the whole KV cache can hold."""
+        if max_model_len < 2:
+            raise ValueError(
+                f"max_model_len is {max_model_len}, must be at least 2: a prompt and an output token"
+            )
+        self.config = config
+        self.kv_cache = kv_cache
+        self._eos_token_ids = eos_token_ids
+        self._capacity_tokens = kv_cache.num_total_blocks * kv_cache.block_size
+        self.max_model_len = min(max_model_len, self._capacity_tokens)
+        self._model_len_limit = max_model_len
+        self._admission = Admission(config, kv_cache)
+        self._sequences: dict[str, Sequence] = {}  # all that are not finished
+        self._waiting: dict[str, Sequence] = {}
+        self._reserved: dict[str, Sequence] = {}
+        self._running: dict[str, Sequence] = {}
+        self._step_in_flight = False
+        self._num_arrived = 0
+        self._num_preemptions = 0
+        self._prompt_tokens_total = 0
+        self._generation_tokens_total = 0
+
+    # --- requests ------------------------------------------------------------------------------------------
+
+    def add_request(self, request: NewRequest, now: float) -> None:
+        """Queues a request that arrived at ``now`` (seconds).
+
+        Raises ValueError if it is malformed or could never fit, QueueFullError if too many wait.
+        """
+        if request.request_id in self._sequences or self.kv_cache.is_known(request.request_id):
+            raise RequestStateError(
+                f"request {request.request_id} exists already, or its blocks are not released yet"
+            )
+        check_request(request, capacity_tokens=self._capacity_tokens, max_model_len=self._model_len_limit)
+        if len(self._waiting) >= self.config.max_num_waiting:
+            raise QueueFullError(f"{len(self._waiting)} requests are waiting, at most that many may")
+        sequence = Sequence(
+            request,
+            arrived_at=now,
+            arrival_index=self._num_arrived,
+            hash_root=self.kv_cache.hash_root(request.cache_salt),
+        )
+        self._num_arrived += 1
+        self._sequences[request.request_id] = self._waiting[request.request_id] = sequence
+
+    def abort(self, request_id: str, *, quarantine: bool = False, hold: bool = False) -> bool:
+        """Drops a request, without any output. Returns False if it is unknown or already finished.
+
+        ``quarantine``: if its blocks are reserved, keep them out of reuse until ``release_quarantined``, as
+        the peer may still write. ``hold``: keep its blocks, if it has any, until ``release``, as they may
+        still be read by a transfer.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return False
+        reserved = sequence.status is SequenceStatus.WAITING_FOR_REMOTE_KVS
+        self._forget(sequence, SequenceStatus.FINISHED_ABORTED)
+        if not self.kv_cache.is_known(request_id):
+            return True
+        if quarantine and reserved:
+            self.kv_cache.quarantine(request_id)
+        elif hold:
+            self.kv_cache.hold(request_id)
+        else:
+            self.kv_cache.free(request_id)
+        return True
+
+    def activate(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
+        """A peer has written the KV of all known tokens and sampled the next one: the sequence runs.
+
+        Returns that token's output. Raises RequestStateError unless the request waits for remote KV.
+        """
+        sequence = self._reserved_sequence(request_id)
+        sequence.num_computed_tokens = sequence.num_tokens
+        sequence.num_prompt_tokens_counted = sequence.num_prompt_tokens
+        self.kv_cache.remote_writer_done(request_id)
+        self.kv_cache.register_computed(sequence)
+        del self._reserved[request_id]
+        sequence.status = SequenceStatus.RUNNING
+        self._running[request_id] = sequence
+        return self._append_token(sequence, SampledToken(token_id=first_token, logprobs=logprobs))
+
+    def fail_remote(self, request_id: str, num_landed_tokens: int = 0) -> None:
+        """The peer failed, and no longer writes: the request is computed here, in its reserved blocks.
+
+        The first ``num_landed_tokens`` positions (those cached here before included) already hold valid KV.
+        Raises RequestStateError unless the request waits for remote KV, ValueError on an impossible number.
+        """
+        sequence = self._reserved_sequence(request_id)
+        if not 0 <= num_landed_tokens <= sequence.num_tokens:
+            raise ValueError(
+                f"num_landed_tokens of request {request_id} is {num_landed_tokens},"
+                f" must be from 0 to its {sequence.num_tokens} tokens"
+            )
+        # The last token is computed in any case: its logits are needed.
+        landed = min(num_landed_tokens, sequence.num_tokens - 1)
+        sequence.num_computed_tokens = max(sequence.num_computed_tokens, landed)
+        sequence.num_prompt_tokens_counted = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        self.kv_cache.remote_writer_done(request_id)
+        self.kv_cache.register_computed(sequence)
+        sequence.remote_prefill = False
+        sequence.status = SequenceStatus.WAITING
+        self._waiting[request_id] = self._reserved.pop(request_id)
+
+    def get(self, request_id: str) -> Sequence | None:
+        """The unfinished request of that id."""
+        return self._sequences.get(request_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step might have something to do: requests that wait for a peer do not count."""
+        return bool(self._running or self._waiting)
+
+    def counts(self) -> QueueCounts:
+        """Lengths of the queues, and totals."""
+        uncached = 0
+        for sequence in self._running.values():
+            uncached += sequence.num_uncomputed_tokens if sequence.num_uncomputed_tokens > 1 else 0
+        for sequence in self._waiting.values():
+            uncached += 0 if sequence.remote_prefill else self._admission.num_remaining_tokens(sequence)
+        return QueueCounts(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            waiting_for_remote_kv=len(self._reserved),
+            waiting_prefill_tokens=uncached,
+            num_preemptions=self._num_preemptions,
+            prompt_tokens_total=self._prompt_tokens_total,
+            generation_tokens_total=self._generation_tokens_total,
+            prefix_cache_queries_total=self._admission.prefix_cache_queries_total,
+            prefix_cache_hits_total=self._admission.prefix_cache_hits_total,
+        )
+
+    # --- one step ------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Decides what the step at ``now`` (seconds) computes: decodes first, then prefill chunks."""
+        if self._step_in_flight:
+            raise RuntimeError("schedule() called again before update_from_output() or fail_step()")
+        budget = self.config.max_num_batched_tokens
+        chunks: list[tuple[Sequence, int]] = []
+        preempted: list[str] = []
+        # Oldest first: a victim, being the youngest, has then not been scheduled yet in this step.
+        for sequence in sorted(self._running.values(), key=lambda running: running.arrival_index):
+            decoding = sequence.status is SequenceStatus.RUNNING and sequence.num_uncomputed_tokens == 1
+            if decoding and budget > 0 and self._grow(sequence, preempted):
+                chunks.append((sequence, 1))
+                budget -= 1
+        reservations: list[Reservation] = []
+        chunks += self._schedule_prefills(now, budget, reservations, may_admit=not preempted)
+        first_scheduled = tuple(sequence.request_id for sequence, _ in chunks if not sequence.was_scheduled)
+        for sequence, _ in chunks:
+            sequence.was_scheduled = True
+        self._step_in_flight = bool(chunks)
+        return SchedulerOutput(
+            batch=Batch(tuple(self._scheduled(sequence, count) for sequence, count in chunks)),
+            sequences=tuple(sequence for sequence, _ in chunks),
+            reservations=tuple(reservations),
+            first_scheduled=first_scheduled,
+            preempted=tuple(preempted),
+        )
+
+    def update_from_output(
+        self, output: SchedulerOutput, sampled: dict[str, SampledToken]
+    ) -> SchedulerUpdate:
+        """Takes in a computed step: ``sampled`` has a token for each sequence that needed logits.
+
+        Requests aborted since ``schedule`` are skipped.
+        """
+        self._step_in_flight = False
+        outputs: list[SequenceOutput] = []
+        progress: list[PrefillProgress] = []
+        for sequence, scheduled in zip(output.sequences, output.batch.sequences, strict=True):
+            if self._sequences.get(sequence.request_id) is not sequence:
+                continue
+            token = sampled[sequence.request_id] if scheduled.needs_logits else None
+            if token is not None and token.error is not None:
+                # What made the logits unusable may sit in the KV: nobody shall find it by its hash.
+                self.kv_cache.discard_cached(sequence.request_id)
+                outputs.append(self._finish_with_error(sequence, token.error))
+                continue
+            is_first_chunk = self._advance(sequence, scheduled)
+            if sequence.prefill_only:
+                progress.append(self._progress(sequence, is_first_chunk))
+            if token is not None:
+                self._generation_tokens_total += 1
+                outputs.append(self._append_token(sequence, token))
+        return SchedulerUpdate(outputs=tuple(outputs), progress=tuple(progress))
+
+    def fail_step(self, output: SchedulerOutput, error: str) -> SchedulerUpdate:
+        """The step could not be computed: its requests fail, all others are as before it."""
+        self._step_in_flight = False
+        return SchedulerUpdate(
+            outputs=tuple(
+                self._finish_with_error(sequence, error)
+                for sequence in output.sequences
+                if self._sequences.get(sequence.request_id) is sequence
+            )
+        )
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if queues, sequences and KV cache contradict each other."""
+        queued = [*self._waiting.values(), *self._reserved.values(), *self._running.values()]
+        assert sorted(sequence.request_id for sequence in queued) == sorted(self._sequences), "queues differ"
+        for sequence in self._waiting.values():
+            assert sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED), repr(sequence)
+        for sequence in self._reserved.values():
+            assert sequence.status is SequenceStatus.WAITING_FOR_REMOTE_KVS, repr(sequence)
+        for sequence in self._running.values():
+            assert sequence.status is SequenceStatus.RUNNING, repr(sequence)
+            assert sequence.num_uncomputed_tokens >= 1, repr(sequence)
+        assert len(self._running) + len(self._reserved) <= self.config.max_num_seqs, "too many sequences"
+        self.kv_cache.check_invariants(queued)
+
+    # --- parts of schedule ---------------------------------------------------------------------------------
+
+    def _schedule_prefills(
+        self, now: float, budget: int, reservations: list[Reservation], *, may_admit: bool
+    ) -> list[tuple[Sequence, int]]:
+        """Chunks of started and waiting prompts in the policy's order; fills ``reservations``."""
+        started = [s for s in self._running.values() if s.num_uncomputed_tokens > 1]
+        candidates = self._admission.in_order([*started, *self._waiting.values()], now)
+        largest_chunk = budget
+        if len(candidates) > 1 and self.config.long_prefill_token_threshold:
+            largest_chunk = self.config.long_prefill_token_threshold
+        chunks: list[tuple[Sequence, int]] = []
+        for sequence in candidates:
+            if sequence.status is not SequenceStatus.RUNNING:
+                has_blocks = self.kv_cache.is_known(sequence.request_id)
+                if not may_admit and not has_blocks:
+                    continue
+                if budget == 0 and not sequence.remote_prefill:
+                    continue
+                if not has_blocks and not self._admission.allocate_prompt(sequence, self._num_admitted()):
+                    may_admit = False
+                    continue
+                if has_blocks and self._num_admitted() >= self.config.max_num_seqs:
+                    continue
+                del self._waiting[sequence.request_id]
+                if sequence.remote_prefill:
+                    reservations.append(self._reserve(sequence))
+                    continue
+                sequence.status = SequenceStatus.RUNNING
+                self._running[sequence.request_id] = sequence
+            count = min(sequence.num_uncomputed_tokens, budget, largest_chunk)
+            if count > 0:
+                chunks.append((sequence, count))
+                budget -= count
+        return chunks
+
+    def _reserve(self, sequence: Sequence) -> Reservation:
+        sequence.status = SequenceStatus.WAITING_FOR_REMOTE_KVS
+        self._reserved[sequence.request_id] = sequence
+        return Reservation(
+            request_id=sequence.request_id,
+            block_ids=self.kv_cache.block_table(sequence.request_id, sequence.num_tokens),
+            num_cached_tokens=sequence.num_computed_tokens,
+        )
+
+    def _grow(self, sequence: Sequence, preempted: list[str]) -> bool:
+        """Makes room for one more token, preempting the youngest if need be. False if that was itself."""
+        while not self.kv_cache.extend(sequence.request_id, sequence.num_tokens):
+            # Blocks of a prefill_only sequence may be on their way to a peer: they stay.
+            victims = [running for running in self._running.values() if not running.prefill_only]
+            victim = max(victims, key=lambda running: running.arrival_index)
+            self._preempt(victim)
+            preempted.append(victim.request_id)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.kv_cache.free(sequence.request_id)
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        sequence.status = SequenceStatus.PREEMPTED
+        self._num_preemptions += 1
+        self._waiting[sequence.request_id] = self._running.pop(sequence.request_id)
+
+    def _scheduled(self, sequence: Sequence, count: int) -> ScheduledSequence:
+        start = sequence.num_computed_tokens
+        return ScheduledSequence(
+            request_id=sequence.request_id,
+            token_ids=tuple(sequence.all_token_ids[start : start + count]),
+            start=start,
+            block_ids=self.kv_cache.block_table(sequence.request_id, start + count),
+            needs_logits=start + count == sequence.num_tokens,
+        )
+
+    def _num_admitted(self) -> int:
+        return len(self._running) + len(self._reserved)
+
+    # --- parts of update -----------------------------------------------------------------------------------
+
+    def _advance(self, sequence: Sequence, scheduled: ScheduledSequence) -> bool:
+        """Takes in computed tokens. Returns whether they were the request's first."""
+        is_first = sequence.num_computed_tokens == sequence.num_cached_tokens
+        sequence.num_computed_tokens += len(scheduled.token_ids)
+        self.kv_cache.register_computed(sequence)
+        counted = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        if counted > sequence.num_prompt_tokens_counted:
+            self._prompt_tokens_total += counted - sequence.num_prompt_tokens_counted
+            sequence.num_prompt_tokens_counted = counted
+        return is_first
+
+    def _progress(self, sequence: Sequence, is_first_chunk: bool) -> PrefillProgress:
+        return PrefillProgress(
+            request_id=sequence.request_id,
+            block_ids=self.kv_cache.block_table(sequence.request_id, sequence.num_computed_tokens),
+            num_computed_tokens=sequence.num_computed_tokens,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+            is_first_chunk=is_first_chunk,
+        )
+
+    def _append_token(self, sequence: Sequence, token: SampledToken) -> SequenceOutput:
+        sequence.all_token_ids.append(token.token_id)
+        stop = check_stop(sequence, self._eos_token_ids, self.max_model_len)
+        finish_reason: FinishReason | None = None
+        if stop is not None:
+            finish_reason = _FINISH_REASONS[stop.status]
+            self._finish(sequence, stop.status)
+        elif sequence.prefill_only:
+            finish_reason = "length"
+            self._finish(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
+        return SequenceOutput(
+            request_id=sequence.request_id,
+            token_ids=(token.token_id,),
+            logprobs=None if token.logprobs is None else (token.logprobs,),
+            finish_reason=finish_reason,
+            stop_reason=stop.stop_reason if stop else None,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+        )
+
+    def _finish_with_error(self, sequence: Sequence, error: str) -> SequenceOutput:
+        self._finish(sequence, SequenceStatus.FINISHED_ERROR)
+        return SequenceOutput(
+            request_id=sequence.request_id,
+            token_ids=(),
+            finish_reason="error",
+            error=error,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+        )
+
+    def _finish(self, sequence: Sequence, status: SequenceStatus) -> None:
+        self._forget(sequence, status)
+        if sequence.prefill_only:
+            # However it ended: chunks reported earlier may still be on their way to a peer.
+            self.kv_cache.hold(sequence.request_id)
+        else:
+            self.kv_cache.free(sequence.request_id)
+
+    def _forget(self, sequence: Sequence, status: SequenceStatus) -> None:
+        sequence.status = status
+        del self._sequences[sequence.request_id]
+        for queue in (self._waiting, self._reserved, self._running):
+            queue.pop(sequence.request_id, None)
+
+    def _reserved_sequence(self, request_id: str) -> Sequence:
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            raise RequestStateError(f"request {request_id} is unknown, or has finished")
+        if sequence.status is not SequenceStatus.WAITING_FOR_REMOTE_KVS:
+            raise RequestStateError(
+                f"request {request_id} is {sequence.status.name}, must be WAITING_FOR_REMOTE_KVS"
+            )
+        return sequence

@@ -1,0 +1,111 @@
+"""What callers give an engine and what a step gives back: plain data, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cluster.messages import FinishReason, TokenLogprobs
+from cluster.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """One sequence to run.
+
+    With ``remote_prefill`` the engine only reserves blocks for the prompt (reported as a ``Reservation``)
+    and waits for ``Engine.activate``. With ``prefill_only`` it samples one token, finishes, and keeps the
+    blocks until ``Engine.release``, so that they can still be sent.
+    """
+
+    request_id: str  # unique within the engine
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    output_token_ids: Sequence[int] = ()  # generated earlier, by another attempt
+    remote_prefill: bool = False
+    prefill_only: bool = False
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Blocks now held for a prompt that a peer will compute. The table covers prompt positions only."""
+
+    request_id: str
+    block_ids: tuple[int, ...]  # whole block table, cached blocks first
+    num_cached_tokens: int  # a multiple of the block size: what this engine's own cache already holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillProgress:
+    """How far a ``prefill_only`` request has come; its KV is in the pool up to ``num_computed_tokens``."""
+
+    request_id: str
+    block_ids: tuple[int, ...]  # whole block table so far
+    num_computed_tokens: int
+    num_cached_tokens: int  # the prefix hit at first schedule
+    is_first_chunk: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOutput:
+    """New tokens of one sequence. After one with ``finish_reason`` there are no more."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0  # prefix hit at first schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Everything one engine step did."""
+
+    outputs: tuple[SequenceOutput, ...] = ()
+    reservations: tuple[Reservation, ...] = ()
+    progress: tuple[PrefillProgress, ...] = ()
+    first_scheduled: tuple[str, ...] = ()  # requests computed for the first time in this step
+    blocks_stored: tuple[bytes, ...] = ()  # hashes newly in the prefix cache
+    blocks_removed: tuple[bytes, ...] = ()  # hashes evicted from it
+    num_tokens: int = 0  # computed in this step
+    num_preempted: int = 0
+    started_at: float = 0.0  # monotonic seconds, when the step began
+    duration_ms: float = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the step did nothing at all."""
+        return not (
+            self.outputs
+            or self.reservations
+            or self.progress
+            or self.num_tokens
+            or self.num_preempted
+            or self.blocks_stored
+            or self.blocks_removed
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """A snapshot of the engine's queues and blocks."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_for_remote_kv: int = 0
+    waiting_prefill_tokens: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0
+    kv_blocks_cached: int = 0
+    kv_blocks_reserved: int = 0
+    kv_blocks_held: int = 0  # of finished prefill_only requests, until release()
+    kv_blocks_quarantined: int = 0  # aborted while a peer may still write, until release_quarantined()
+    num_preemptions: int = 0
+    step_ms: float = 0.0
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    prefix_cache_queries_total: int = field(default=0)  # tokens looked up
+    prefix_cache_hits_total: int = field(default=0)  # tokens found

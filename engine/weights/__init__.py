@@ -1,0 +1,1 @@
+"""Reading model weights from GGUF files and safetensors folders."""

@@ -1,0 +1,163 @@
+"""Turns GGUF tensor data into plain tensors.
+
+A quantised row is cut into blocks of 32 or 256 values. Each function below takes the raw bytes of some
+blocks, ``[num_blocks, block_bytes]`` uint8, and returns their values, ``[num_blocks, block_elements]``
+float32. The products of a block's scale and its integers are exact in float32 for all types but Q6_K, so
+the results do not depend on whether a multiply and an add are fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+
+from cluster.gguf import TENSOR_TYPES
+
+# Elements handled at a time: the float32 intermediate of 1 MB stays in the CPU's second-level cache.
+_CHUNK_ELEMENTS = 2**18
+
+
+def _halves(raw: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """``count`` float16 values that start at the half-word ``first`` of each block, as float32."""
+    return raw.view(torch.float16)[:, first : first + count].float()
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """16 bytes per block to 32 integers: all low nibbles, then all high nibbles."""
+    values = torch.empty(packed.shape[0], 2, 16)  # [num_blocks, low or high, 16]
+    values[:, 0] = packed & 15
+    values[:, 1] = packed >> 4
+    return values.view(-1, 32)
+
+
+def _fifth_bits(raw: torch.Tensor) -> torch.Tensor:
+    """Four bytes per block to 32 bits, each worth 16, as float32."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    bits = (raw[:, :, None] >> shifts) & 1  # [num_blocks, 4, 8]
+    return bits.view(-1, 32).float().mul_(16)
+
+
+def _q8_0(raw: torch.Tensor) -> torch.Tensor:
+    return raw[:, 2:].view(torch.int8).float().mul_(_halves(raw, 0, 1))
+
+
+def _q4_0(raw: torch.Tensor) -> torch.Tensor:
+    return _nibbles(raw[:, 2:]).sub_(8).mul_(_halves(raw, 0, 1))
+
+
+def _q4_1(raw: torch.Tensor) -> torch.Tensor:
+    scale_and_minimum = _halves(raw, 0, 2)
+    return _nibbles(raw[:, 4:]).mul_(scale_and_minimum[:, :1]).add_(scale_and_minimum[:, 1:])
+
+
+def _q5_0(raw: torch.Tensor) -> torch.Tensor:
+    integers = _nibbles(raw[:, 6:]).add_(_fifth_bits(raw[:, 2:6]))
+    return integers.sub_(16).mul_(_halves(raw, 0, 1))
+
+
+def _q5_1(raw: torch.Tensor) -> torch.Tensor:
+    scale_and_minimum = _halves(raw, 0, 2)
+    integers = _nibbles(raw[:, 8:]).add_(_fifth_bits(raw[:, 4:8]))
+    return integers.mul_(scale_and_minimum[:, :1]).add_(scale_and_minimum[:, 1:])
+
+
+def _k_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and minimum of each block's eight sub-blocks, both ``[num_blocks, 8, 1]`` float32.
+
+    Twelve bytes hold eight 6-bit scales and eight 6-bit minimums: the first four of each in the low six bits
+    of bytes 0-3 and 4-7; the low nibbles of the other four in bytes 8-11, their top bits in bytes 0-7.
+    """
+    packed = raw[:, 4:16]
+    first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = torch.cat([first & 63, (third & 15) | ((first >> 6) << 4)], dim=1).float()
+    minimums = torch.cat([second & 63, (third >> 4) | ((second >> 6) << 4)], dim=1).float()
+    factors = _halves(raw, 0, 2)
+    return (scales * factors[:, :1])[:, :, None], (minimums * factors[:, 1:])[:, :, None]
+
+
+def _k_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """128 bytes per block to ``[num_blocks, 8, 32]``: per 32 bytes the low nibbles, then the high ones."""
+    groups = packed.reshape(-1, 4, 1, 32)
+    return torch.cat([groups & 15, groups >> 4], dim=2).view(-1, 8, 32).float()
+
+
+def _q4_k(raw: torch.Tensor) -> torch.Tensor:
+    scales, minimums = _k_scales(raw)
+    return _k_nibbles(raw[:, 16:]).mul_(scales).sub_(minimums).view(-1, 256)
+
+
+def _q5_k(raw: torch.Tensor) -> torch.Tensor:
+    scales, minimums = _k_scales(raw)
+    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+    fifth_bits = (raw[:, 16:48][:, None, :] >> shifts) & 1  # [num_blocks, 8, 32]: bit j for sub-block j
+    integers = _k_nibbles(raw[:, 48:]).add_(fifth_bits.float().mul_(16))
+    return integers.mul_(scales).sub_(minimums).view(-1, 256)
+
+
+def _q6_k(raw: torch.Tensor) -> torch.Tensor:
+    low = raw[:, :128].reshape(-1, 2, 1, 64)  # [num_blocks, half, 1, 64]
+    nibbles = torch.cat([low & 15, low >> 4], dim=2).view(-1, 2, 4, 32)
+    high = raw[:, 128:192].reshape(-1, 2, 1, 32)
+    top_bits = (high >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]) & 3  # [num_blocks, 2, 4, 32]
+    integers = (nibbles | (top_bits << 4)).float().sub_(32).view(-1, 16, 16)
+    scales = raw[:, 192:208].view(torch.int8).float() * _halves(raw, 104, 1)  # [num_blocks, 16]
+    return integers.mul_(scales[:, :, None]).view(-1, 256)
+
+
+_QUANTISED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+    {
+        "Q4_0": _q4_0,
+        "Q4_1": _q4_1,
+        "Q5_0": _q5_0,
+        "Q5_1": _q5_1,
+        "Q8_0": _q8_0,
+        "Q4_K": _q4_k,
+        "Q5_K": _q5_k,
+        "Q6_K": _q6_k,
+    }
+)
+_PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
+    {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+)
+SUPPORTED_TYPES = (*_PLAIN, *_QUANTISED)
+
+_BLOCK_SIZES = MappingProxyType({t.name: (t.block_elements, t.block_bytes) for t in TENSOR_TYPES.values()})
+
+
+def dequantize(
+    data: memoryview | bytes, type_name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """The tensor stored in ``data``, as a new tensor of ``dtype`` and ``shape``.
+
+    Raises ValueError for a type that is not in ``SUPPORTED_TYPES`` or a ``data`` of the wrong length.
+    """
+    if type_name not in SUPPORTED_TYPES:
+        raise ValueError(
+            f"tensors of type {type_name} cannot be read; readable are {', '.join(SUPPORTED_TYPES)}"
+        )
+    num_elements = 1
+    for dimension in shape:
+        num_elements *= dimension
+    block_elements, block_bytes = _BLOCK_SIZES[type_name]
+    num_blocks, rest = divmod(num_elements, block_elements)
+    if rest or len(data) != num_blocks * block_bytes:
+        raise ValueError(
+            f"{len(data):,} bytes of type {type_name} cannot hold a tensor of shape {list(shape)}; "
+            f"a block of {block_elements} values takes {block_bytes} bytes"
+        )
+    if num_elements == 0:
+        return torch.empty(shape, dtype=dtype)
+    if type_name in _PLAIN:
+        # Copied out of the file first: the result must own its memory, and torch warns of read-only buffers.
+        return torch.frombuffer(bytearray(data), dtype=_PLAIN[type_name]).to(dtype).view(shape)
+    values = torch.empty(num_blocks, block_elements, dtype=dtype)
+    decode = _QUANTISED[type_name]
+    chunk = _CHUNK_ELEMENTS // block_elements
+    for start in range(0, num_blocks, chunk):
+        stop = min(start + chunk, num_blocks)
+        part = bytearray(data[start * block_bytes : stop * block_bytes])
+        raw = torch.frombuffer(part, dtype=torch.uint8).view(-1, block_bytes)
+        values[start:stop] = decode(raw)
+    return values.view(shape)

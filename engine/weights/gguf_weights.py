@@ -1,0 +1,117 @@
+"""The tensors of a GGUF file under the names and in the row order that the decoder expects."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+import torch
+
+from cluster.gguf import GgufFile
+from engine.models.config import ModelConfig
+from engine.models.gguf_config import ROPE_DIVISORS_TENSOR
+from engine.weights.dequantize import SUPPORTED_TYPES, dequantize
+from engine.weights.source import WeightError
+
+_GLOBAL_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    }
+)
+_LAYER_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+)
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
+# Read with the configuration, or of no use for inference.
+_NOT_PARAMETERS = frozenset({ROPE_DIVISORS_TENSOR})
+# Architectures whose converter reorders query and key rows for rotation of neighbouring pairs.
+_PERMUTED_ARCHITECTURES = frozenset({"llama"})
+
+
+def canonical_name(gguf_name: str) -> str | None:
+    """The decoder's name of a GGUF tensor, None where the decoder has no such parameter."""
+    if gguf_name in _GLOBAL_NAMES:
+        return _GLOBAL_NAMES[gguf_name]
+    match = _LAYER_NAME.fullmatch(gguf_name)
+    if match is None or match[2] not in _LAYER_MODULES:
+        return None
+    return f"model.layers.{match[1]}.{_LAYER_MODULES[match[2]]}.{match[3]}"
+
+
+def unpermute_rows(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Undoes the row order of Llama GGUF files.
+
+    ``tensor`` is ``[num_heads * head_dim, ...]``. Within a head, stored row ``2 i`` belongs to position ``i``
+    and stored row ``2 i + 1`` to position ``head_dim / 2 + i``: pairs that rotate together are neighbours in
+    the file and half a head apart in the decoder.
+    """
+    rows = tensor.shape[0]
+    pairs = tensor.view(num_heads, rows // num_heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+class GgufWeights:
+    """A WeightSource over an open GGUF file.
+
+    Raises WeightError at construction for a tensor whose name or type is not known.
+    """
+
+    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
+        self._file = file
+        self._config = config
+        self._stored_names: dict[str, str] = {}
+        for stored in file.tensors.values():
+            if stored.name in _NOT_PARAMETERS:
+                continue
+            name = canonical_name(stored.name)
+            if name is None:
+                raise WeightError(f"{file.path}: unknown tensor {stored.name!r}")
+            if stored.type_name not in SUPPORTED_TYPES:
+                raise WeightError(
+                    f"{file.path}: the tensor {stored.name!r} has the type {stored.type_name}; "
+                    f"readable are {', '.join(SUPPORTED_TYPES)}"
+                )
+            self._stored_names[name] = stored.name
+
+    @property
+    def location(self) -> str:
+        """The file's path."""
+        return str(self._file.path)
+
+    def names(self) -> Collection[str]:
+        """Canonical names of all parameters in the file."""
+        return self._stored_names.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Row-major shape of the parameter ``name``. Raises KeyError."""
+        return self._file.tensors[self._stored_names[name]].shape
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The parameter ``name``, dequantised to ``dtype``. Raises KeyError."""
+        stored = self._file.tensors[self._stored_names[name]]
+        tensor = dequantize(self._file.data(stored.name), stored.type_name, stored.shape, dtype)
+        if self._config.architecture in _PERMUTED_ARCHITECTURES:
+            if ".self_attn.q_proj." in name:
+                return unpermute_rows(tensor, self._config.num_heads)
+            if ".self_attn.k_proj." in name:
+                return unpermute_rows(tensor, self._config.num_kv_heads)
+        return tensor
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()

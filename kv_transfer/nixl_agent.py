@@ -1,0 +1,116 @@
+"""Loads NIXL and creates one agent with one registered KV cache."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from kv_transfer.transport import TransportUnavailableError
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")  # the first two are the same library for two CUDA versions
+_ENVIRONMENT_DEFAULTS: Mapping[str, str] = {
+    "NIXL_LOG_LEVEL": "WARN",
+    "UCX_LOG_LEVEL": "warn",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",  # UCX reports variables of other programs on stdout
+}
+
+
+def load_nixl(packages: Sequence[str] = _PACKAGES) -> ModuleType:
+    """Import NIXL's Python interface from the first of ``packages`` that has it.
+
+    Logging variables that the environment does not set get quiet defaults first, because UCX reads them when
+    its library is loaded. Raises ``TransportUnavailableError`` if no package can be imported.
+    """
+    for variable, value in _ENVIRONMENT_DEFAULTS.items():
+        os.environ.setdefault(variable, value)
+    failures: list[str] = []
+    for package in packages:
+        raise_exceptions = logging.raiseExceptions
+        try:
+            module = importlib.import_module(f"{package}._api")
+        except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+            failures.append(f"{package}: {error}")
+            continue
+        finally:
+            logging.raiseExceptions = raise_exceptions  # importing NIXL turns it off for the whole process
+        _adopt_nixl_logger()
+        return module
+    raise TransportUnavailableError(
+        f"NIXL cannot be loaded on {sys.platform} {platform.machine()}, Python {platform.python_version()} "
+        f"({'; '.join(failures)}). It has wheels for Linux on x86_64 and aarch64: "
+        "pip install nixl-cu12, or nixl-cu13 with CUDA 13"
+    )
+
+
+def _adopt_nixl_logger() -> None:
+    """Send NIXL's Python log records through this process's handlers instead of straight to stdout."""
+    nixl_logger = logging.getLogger("nixl")
+    nixl_logger.handlers.clear()
+    nixl_logger.propagate = True
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """One agent and the KV cache it serves."""
+
+    agent_name: str
+    base_address: int
+    num_bytes: int
+    memory: str  # "DRAM" | "VRAM"
+    device_id: int
+    backends: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` naming the first setting that is out of range."""
+        if not self.agent_name:
+            raise ValueError("agent_name must not be empty")
+        if self.base_address <= 0 or self.num_bytes < 1:
+            raise ValueError(
+                f"a KV cache needs an address and at least one block, got address {self.base_address} "
+                f"and {self.num_bytes} bytes"
+            )
+        if self.memory not in ("DRAM", "VRAM"):
+            raise ValueError(f"memory must be 'DRAM' or 'VRAM', got {self.memory!r}")
+        if not self.backends:
+            raise ValueError("backends must name at least one NIXL back end, e.g. 'UCX'")
+
+
+def create_agent(settings: AgentSettings) -> tuple[Any, Any]:
+    """Create an agent without a progress thread and register the KV cache with it.
+
+    A progress thread would cost about a seventh of a core while idle; the caller polls instead. Returns the
+    agent and the registration, which ``deregister_memory`` takes. Raises ``TransportUnavailableError`` if
+    NIXL, a back end, or support for the memory is missing.
+    """
+    nixl = load_nixl()
+    backends = ", ".join(settings.backends)
+    config = nixl.nixl_agent_config(enable_prog_thread=False, backends=list(settings.backends))
+    try:
+        agent = nixl.nixl_agent(settings.agent_name, config)
+    except Exception as error:
+        raise TransportUnavailableError(
+            f"cannot create a NIXL agent with back ends {backends}: {error}"
+        ) from error
+    missing = [backend for backend in settings.backends if backend not in agent.backends]
+    if missing:
+        raise TransportUnavailableError(
+            f"NIXL has no back end {', '.join(missing)} here; available: {', '.join(agent.get_plugin_list())}"
+        )
+    region = (settings.base_address, settings.num_bytes, settings.device_id, "")
+    try:
+        registration = agent.register_memory([region], settings.memory)
+    except Exception as error:
+        raise TransportUnavailableError(
+            f"NIXL cannot register {settings.num_bytes} bytes of {settings.memory} memory on device "
+            f"{settings.device_id} with back ends {backends}: {error}"
+        ) from error
+    return agent, registration

@@ -1,0 +1,130 @@
+"""What a transport must do: write KV blocks into a peer's cache and tell the peer about it.
+
+A transport owns one agent and is driven from any thread. All its work happens on its own poller, which
+sleeps when nothing is under way. Futures complete on that poller's thread; asyncio callers wrap them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.members import TransportEndpoint, WorkerRecord
+
+
+class TransferError(Exception):
+    """A write or notification did not reach its peer. The peer's blocks may hold partial data."""
+
+
+class TransportUnavailableError(RuntimeError):
+    """This platform has no usable transport of the asked kind; the message says what to install."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One life of one worker. A restarted worker is another peer."""
+
+    worker_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """What one write took."""
+
+    num_bytes: int
+    num_descriptors: int  # after merging runs that are contiguous on both sides
+    duration_ms: float  # from post to completion on the peer
+
+
+@dataclass(frozen=True, slots=True)
+class PeerInfo:
+    """What a transport knows about one of its peers."""
+
+    peer: Peer
+    agent_name: str
+    num_blocks: int
+    warm: bool  # a write to it has completed, so the path is set up
+    connect_ms: float  # load its metadata, connect, first write; 0 until warm
+    link_gbps: float  # GB/s: from the warm-up, then a moving average over large writes; 0 if not measured
+    num_writes_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransportCounters:
+    """What a transport has done since it started. Warm-up writes are not counted."""
+
+    writes_posted: int = 0
+    writes_completed: int = 0
+    writes_failed: int = 0
+    bytes_written: int = 0  # by completed writes
+    descriptors_written: int = 0  # by completed writes, after merging
+    write_seconds: float = 0.0  # sum of the durations of completed writes, overlapped ones included
+    notifications_sent: int = 0
+    notifications_received: int = 0
+    notifications_dropped: int = 0  # from agents that are no current peers
+    peers_added: int = 0
+    peers_failed: int = 0  # removed because a write or notification to them failed
+    polls: int = 0
+
+
+NotificationHandler = Callable[[bytes], None]
+
+
+class Transport(Protocol):
+    """Moves KV blocks. Every method may be called from any thread."""
+
+    @property
+    def endpoint(self) -> TransportEndpoint:
+        """What peers need in order to write here. Goes into the worker's registration."""
+        ...
+
+    def on_notification(self, handler: NotificationHandler) -> None:
+        """Set the handler of incoming notifications. It runs on the poller's thread and must not block."""
+        ...
+
+    def add_peer(self, record: WorkerRecord) -> Future[None]:
+        """Load a peer's metadata, connect, and warm the path up. Idempotent per incarnation.
+
+        An older incarnation of the same worker is removed first. The future fails with ``TransferError``.
+        """
+        ...
+
+    def remove_peer(self, peer: Peer) -> Future[None]:
+        """Cancel what is in flight to ``peer`` and forget its agent. Unknown peers are ignored."""
+        ...
+
+    def write_blocks(
+        self, peer: Peer, local_block_ids: Sequence[int], remote_block_ids: Sequence[int]
+    ) -> Future[TransferStats]:
+        """Copy local blocks into the peer's blocks, pairwise. Raises ``ValueError`` for unequal lengths.
+
+        When the future completes, the bytes have landed. It fails with ``TransferError``.
+        """
+        ...
+
+    def notify(self, peer: Peer, payload: bytes) -> Future[None]:
+        """Deliver ``payload`` to the peer's notification handler. Not ordered against unfinished writes."""
+        ...
+
+    def expect_traffic(self, key: str) -> None:
+        """Keep the poller awake until ``stop_expecting(key)``: a peer will write or notify."""
+        ...
+
+    def stop_expecting(self, key: str) -> None:
+        """The counterpart of ``expect_traffic``; unknown keys are ignored."""
+        ...
+
+    def peers(self) -> tuple[PeerInfo, ...]:
+        """The current peers, in the order they were added."""
+        ...
+
+    def counters(self) -> TransportCounters:
+        """What this transport has done so far."""
+        ...
+
+    def close(self) -> None:
+        """Stop the poller and release the agent. Outstanding futures fail with ``TransferError``."""
+        ...

@@ -1,0 +1,1 @@
+"""The command line and the local launcher: what a person types."""

@@ -1,0 +1,1 @@
+"""The front door: OpenAI API, KV index, routing policy, dispatch."""

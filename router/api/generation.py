@@ -1,0 +1,227 @@
+"""What both endpoints do with a validated request: admit, dispatch, follow, account, clean up."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.requests import Request
+
+from cluster.messages import TokenOutput
+from cluster.sampling_params import SamplingParams
+from router.admission import AdmissionError
+from router.api.choices import ChoiceDelta, ChoiceText
+from router.api.errors import (
+    ClientDisconnectedError,
+    bad_request,
+    from_worker,
+    no_worker,
+    overloaded,
+)
+from router.api.usage import UsageCounter
+from router.api.validation import ServedModel, choice_seed
+from router.in_flight import Generation, SequenceRequest
+from router.policy.plan import NoWorkerError, Plan
+from router.services import RouterServices
+from text_pipeline.output_text import OutputText
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSpec:
+    """A request in token ids, ready to dispatch. Choice ``p * n + i`` is the i-th answer to prompt p."""
+
+    response_id: str
+    endpoint: str  # "chat" | "completions", the metrics' label
+    model: ServedModel
+    prompts: list[list[int]]
+    sampling: list[SamplingParams]  # per prompt, with the seed of its first choice
+    n: int
+    stop: tuple[str, ...]
+    skip_special_tokens: bool
+    include_stop_in_output: bool
+    cache_salt: str
+    continues_prompt_text: bool  # the answer is the rest of the prompt's text, not a message of its own
+    timeout_ms: float
+    received_at: float  # time.perf_counter()
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def num_choices(self) -> int:
+        """Sequences to generate."""
+        return len(self.prompts) * self.n
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Names the weights that answer."""
+        return f"fp_{self.model.fingerprint[:10]}"
+
+
+def new_response_id(prefix: str) -> str:
+    """A fresh id such as ``chatcmpl-4f…``; never the client's own, which need not be unique."""
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def request_timeout_ms(request: Request, limit_ms: int) -> float:
+    """The client's ``X-Request-Timeout-Ms``, at most ``limit_ms``. Raises ApiError (400)."""
+    header = request.headers.get("x-request-timeout-ms")
+    if header is None:
+        return float(limit_ms)
+    if not (header.isascii() and header.isdecimal() and len(header) <= 12 and int(header) > 0):
+        raise bad_request(
+            f"The header X-Request-Timeout-Ms is {header[:40]!r}, must be a positive whole number of ms.",
+            "X-Request-Timeout-Ms",
+        )
+    return float(min(int(header), limit_ms))
+
+
+class ActiveGeneration:
+    """One API request on the workers. ``close`` must be called, and cancels what is not finished."""
+
+    def __init__(self, services: RouterServices, spec: GenerationSpec, request: Request) -> None:
+        """Admit and dispatch. Raises ApiError (429, 503) with nothing left behind."""
+        self.spec = spec
+        self._services = services
+        self._metrics = services.metrics
+        self._choices = [self._choice_text(index) for index in range(spec.num_choices)]
+        self.usage = UsageCounter([len(prompt) for prompt in spec.prompts], spec.n)
+        self._last_token_at = [0.0] * spec.num_choices
+        self._num_open = spec.num_choices
+        self._is_closed = False
+        self._generation = self._start()
+        self._watcher = asyncio.create_task(_watch_disconnect(request, self._generation))
+        self._metrics.prompt_tokens.inc(self.usage.prompt_tokens)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the first choice, as it stands now."""
+        return self._generation.plans[0]
+
+    async def deltas(self) -> AsyncIterator[list[tuple[int, ChoiceDelta]]]:
+        """The choices' deltas as they arrive, until all have finished.
+
+        Raises ApiError if a choice fails (the others are then cancelled by ``close``), and
+        ClientDisconnectedError when the client has gone.
+        """
+        while self._num_open:
+            outputs = await self._generation.next()
+            if self._generation.is_disconnected:
+                raise ClientDisconnectedError
+            deltas = [
+                (index, self._feed(index, output))
+                for index, output in outputs
+                if not self._choices[index].is_finished
+            ]
+            if deltas:
+                yield deltas
+        self._metrics.e2e_request_latency.labels(self.spec.endpoint).observe(
+            time.perf_counter() - self.spec.received_at
+        )
+
+    def close(self, reason: str) -> None:
+        """Release everything; cancel unfinished sequences on their workers. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._watcher.cancel()
+        self._services.dispatcher.close(self._generation, reason)
+        self._services.admission.release(self.spec.num_choices)
+
+    def _start(self) -> Generation:
+        services, spec = self._services, self.spec
+        try:
+            services.admission.admit(spec.num_choices)
+        except AdmissionError as error:
+            self._metrics.refused.inc()
+            if error.never_fits:
+                raise bad_request(
+                    f"The request asks for {spec.num_choices} sequences; this router serves at most "
+                    f"{error.limit} at a time.",
+                    "n",
+                ) from error
+            raise overloaded(error.limit) from error
+        try:
+            return services.dispatcher.start(
+                [self._sequence(index) for index in range(spec.num_choices)], spec.timeout_ms
+            )
+        except BaseException as error:
+            services.admission.release(spec.num_choices)
+            if isinstance(error, NoWorkerError):
+                raise no_worker(str(error)) from error
+            raise
+
+    def _sequence(self, index: int) -> SequenceRequest:
+        spec = self.spec
+        prompt, choice = divmod(index, spec.n)
+        sampling = spec.sampling[prompt]
+        if choice:
+            sampling = msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, choice))
+        return SequenceRequest(
+            request_id=spec.response_id if spec.num_choices == 1 else f"{spec.response_id}-{index}",
+            model=spec.model.name,
+            prompt_token_ids=spec.prompts[prompt],
+            sampling=sampling,
+            cache_salt=spec.cache_salt,
+        )
+
+    def _choice_text(self, index: int) -> ChoiceText:
+        spec = self.spec
+        sampling = spec.sampling[index // spec.n]
+        output_text = OutputText(
+            self._services.text_model.tokenizer,
+            stops=spec.stop,
+            include_stop=spec.include_stop_in_output,
+            min_tokens=sampling.min_tokens,
+            skip_special_tokens=spec.skip_special_tokens,
+            prompt_token_ids=spec.prompts[index // spec.n] if spec.continues_prompt_text else (),
+        )
+        return ChoiceText(
+            output_text,
+            eos_token_ids=() if sampling.ignore_eos else spec.model.eos_token_ids,
+            stop_token_ids=sampling.stop_token_ids,
+            include_stop_in_output=spec.include_stop_in_output,
+        )
+
+    def _feed(self, index: int, output: TokenOutput) -> ChoiceDelta:
+        if output.error is not None:
+            raise from_worker(output.error)
+        if output.token_ids:
+            self._observe(index, output)
+        delta = self._choices[index].feed(output)
+        self.usage.add(index, delta.num_tokens)
+        if delta.is_stop_string:
+            self._services.dispatcher.cancel(self._generation, index, "stop_string")
+        if delta.finish_reason is not None:
+            self._num_open -= 1
+        return delta
+
+    def _observe(self, index: int, output: TokenOutput) -> None:
+        metrics, endpoint, now = self._metrics, self.spec.endpoint, time.perf_counter()
+        metrics.generation_tokens.inc(len(output.token_ids))
+        last = self._last_token_at[index]
+        self._last_token_at[index] = now
+        if last:
+            metrics.inter_token_latency.labels(endpoint).observe((now - last) / len(output.token_ids))
+        else:
+            metrics.time_to_first_token.labels(endpoint).observe(now - self.spec.received_at)
+        timings = output.timings
+        if timings is not None:
+            self.usage.first_token(index, timings)
+            metrics.cached_tokens.inc(timings.num_prefill_cached_tokens + timings.num_decode_cached_tokens)
+            metrics.request_queue_time.observe(timings.queue_ms / 1000)
+            where = "remote" if timings.prefill_worker else "local"
+            metrics.request_prefill_time.labels(where).observe(timings.prefill_ms / 1000)
+            if timings.prefill_worker:
+                metrics.request_transfer_time.observe(timings.transfer_ms / 1000)
+
+
+async def _watch_disconnect(request: Request, generation: Generation) -> None:
+    # The body has been read to its end, so the next message can only be the disconnect.
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            generation.disconnect()
+            return

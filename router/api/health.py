@@ -1,0 +1,30 @@
+"""``GET /health``, ``/ready`` and ``/metrics``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.services import RouterServices
+
+
+def health(services: RouterServices) -> dict[str, Any]:
+    """The process is alive. Says nothing about workers."""
+    return {"status": "ok", "router": services.router_id}
+
+
+def readiness(services: RouterServices) -> tuple[int, dict[str, Any]]:
+    """200 if a request for the model would be served now, otherwise 503 with the reasons."""
+    reasons = services.not_ready_reasons()
+    if reasons:
+        return 503, {"status": "not ready", "reasons": reasons}
+    return 200, {"status": "ready", "models": [services.model_name]}
+
+
+def metrics(services: RouterServices) -> bytes:
+    """The Prometheus text format; sizes that are cheap to read are read now."""
+    view, values = services.view, services.metrics
+    values.kv_index_size.set(len(view.kv_index))
+    values.kv_index_evictions.set(view.kv_index.num_evicted)
+    for role in ("prefill", "decode"):
+        values.connections.labels(role).set(sum(worker.record.role == role for worker in view.workers))
+    return values.expose()

@@ -1,0 +1,246 @@
+"""Hand sequences to workers, follow them to their end, and clean up whatever happens in between.
+
+The life of a sequence: ``start`` plans it and sends ``Generate``; outputs of its current attempt are queued
+for the consumer; it leaves the in-flight table with its last output, a failure, or a cancel. If its worker
+is lost before the first token it is dispatched once more elsewhere under ``attempt + 1``; later outputs of
+the first attempt are dropped. A loss after the first token fails it with a retryable error: the ledger entry
+keeps the tokens generated so far, which is what a migration would send along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from cluster.messages import Cancel, Generate, RequestError, TokenBatch, TokenOutput
+from router.cluster_view import ClusterView, WorkerUnreachableError
+from router.in_flight import Generation, InFlightRequest, InFlightTable, SequenceRequest
+from router.metrics import RouterMetrics
+from router.policy.choose_workers import PolicySettings, choose_workers
+from router.policy.plan import NoWorkerError, Plan, RequestSnapshot
+from router.prompt_hashes import PromptHashes
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 2
+
+
+class Dispatcher:
+    """Owns the in-flight table. All methods run in the event loop."""
+
+    def __init__(
+        self,
+        view: ClusterView,
+        settings: PolicySettings,
+        metrics: RouterMetrics,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.in_flight = InFlightTable()
+        self._view = view
+        self._settings = settings
+        self._metrics = metrics
+        self._clock = clock
+        self._timers: dict[Generation, asyncio.TimerHandle] = {}
+
+    def start(self, requests: Sequence[SequenceRequest], timeout_ms: float) -> Generation:
+        """Dispatch the sequences of one API request. The caller must ``close`` the generation.
+
+        Raises NoWorkerError, with nothing left behind, if one of them cannot be placed.
+        """
+        generation = Generation(len(requests))
+        deadline = self._clock() + timeout_ms / 1000
+        hashes: PromptHashes | None = None
+        try:
+            for index, request in enumerate(requests):
+                if hashes is None or request.prompt_token_ids is not requests[index - 1].prompt_token_ids:
+                    hashes = PromptHashes(request.prompt_token_ids, request.cache_salt)
+                entry = InFlightRequest(
+                    request=request, index=index, generation=generation, deadline=deadline, hashes=hashes
+                )
+                self._dispatch(entry)
+                generation.entries.append(entry)
+        except NoWorkerError:
+            self.close(generation, "no_worker")
+            raise
+        self._timers[generation] = asyncio.get_running_loop().call_later(
+            timeout_ms / 1000, self._expire, generation, timeout_ms
+        )
+        return generation
+
+    def cancel(self, generation: Generation, index: int, reason: str) -> None:
+        """Stop one sequence, for example because its text reached a stop string."""
+        if index in generation.unfinished:
+            self._cancel(generation.entries[index], reason)
+
+    def close(self, generation: Generation, reason: str) -> None:
+        """Cancel what is still running. Harmless if nothing is."""
+        timer = self._timers.pop(generation, None)
+        if timer is not None:
+            timer.cancel()
+        for entry in generation.entries:
+            if entry.index in generation.unfinished:
+                self._cancel(entry, reason)
+
+    def close_all(self, reason: str) -> None:
+        """Cancel everything (at shutdown)."""
+        for entry in self.in_flight:
+            self._cancel(entry, reason)
+            self._fail(
+                entry,
+                RequestError(code="shutting_down", message="The router is shutting down.", retryable=True),
+            )
+
+    def on_tokens(self, worker: str, batch: TokenBatch) -> None:
+        """Take one engine step's outputs from ``worker``."""
+        for output in batch.outputs:
+            entry = self.in_flight.get(output.request_id)
+            if entry is None:
+                self._metrics.message_dropped("finished_request")
+            elif output.attempt != entry.attempt:
+                self._metrics.message_dropped("old_attempt")
+            elif entry.plan is None or entry.plan.decode_worker != worker:
+                self._metrics.message_dropped("wrong_worker")
+            else:
+                self._take(entry, output)
+
+    def on_worker_lost(self, worker: str) -> None:
+        """Re-dispatch or fail what was running on a worker that left."""
+        for entry in self.in_flight.on_worker(worker):
+            self._retry(
+                entry,
+                RequestError(
+                    code="worker_lost",
+                    message=f"The worker {worker} that served this request was lost. Please retry.",
+                    retryable=True,
+                ),
+            )
+
+    def _take(self, entry: InFlightRequest, output: TokenOutput) -> None:
+        if output.error is not None or output.finish_reason in ("error", "abort"):
+            error = output.error or RequestError(
+                code="aborted", message="The worker stopped this request. Please retry.", retryable=True
+            )
+            if error.retryable:
+                self._retry(entry, error)
+            else:
+                self._finish(entry)
+                self._fail(entry, error)
+            return
+        if output.token_ids and not entry.output_token_ids:
+            self._prefill_done(entry)
+        entry.output_token_ids.extend(output.token_ids)
+        if output.finish_reason is not None:
+            self._finish(entry)
+        entry.generation.push(entry.index, output)
+
+    def _retry(self, entry: InFlightRequest, error: RequestError) -> None:
+        """Dispatch elsewhere if nothing was emitted and an attempt is left; otherwise fail with ``error``."""
+        assert entry.plan is not None
+        self._finish(entry)
+        # An answer that has begun would be moved from here with entry.output_token_ids.
+        if entry.output_token_ids or entry.attempt + 1 >= MAX_ATTEMPTS:
+            self._fail(entry, error)
+            return
+        entry.excluded_workers |= {entry.plan.decode_worker}
+        entry.attempt += 1
+        self._metrics.redispatched(error.code)
+        logger.info("request %s: attempt %d after %s", entry.request_id, entry.attempt, error.code)
+        try:
+            self._dispatch(entry)
+        except NoWorkerError:
+            self._fail(entry, error)
+
+    def _dispatch(self, entry: InFlightRequest) -> None:
+        """Plan and send; a worker that cannot be reached is excluded and the next one tried."""
+        request = entry.request
+        while True:
+            decode, prefill = self._view.snapshots(request.model, entry.hashes)
+            plan = choose_workers(
+                RequestSnapshot(
+                    num_prompt_tokens=len(request.prompt_token_ids),
+                    num_output_tokens=len(entry.output_token_ids),
+                    max_tokens=request.sampling.max_tokens,
+                    excluded_workers=entry.excluded_workers,
+                ),
+                decode,
+                prefill,
+                self._settings,
+            )
+            message = Generate(
+                request_id=request.request_id,
+                attempt=entry.attempt,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling=request.sampling,
+                output_token_ids=list(entry.output_token_ids),
+                prefill_worker=plan.prefill_worker,
+                cache_salt=request.cache_salt,
+                deadline=entry.deadline,
+            )
+            try:
+                entry.decode_incarnation = self._view.send(plan.decode_worker, message)
+            except WorkerUnreachableError:
+                entry.excluded_workers |= {plan.decode_worker}
+                entry.attempt += 1
+                continue
+            self._begin(entry, plan)
+            return
+
+    def _begin(self, entry: InFlightRequest, plan: Plan) -> None:
+        entry.plan = plan
+        entry.generation.plans[entry.index] = plan
+        self.in_flight.add(entry)
+        key = (entry.request_id, entry.attempt)
+        decode = self._view.get(plan.decode_worker)
+        if decode is not None:
+            decode.add_request(key)
+        computing = self._view.get(plan.prefill_worker or plan.decode_worker)
+        if computing is not None:
+            computing.add_prefill(key, plan.uncached_tokens)
+        self._metrics.planned(plan)
+        self._metrics.in_flight.set(len(self.in_flight))
+
+    def _prefill_done(self, entry: InFlightRequest) -> None:
+        assert entry.plan is not None
+        computing = self._view.get(entry.plan.prefill_worker or entry.plan.decode_worker)
+        if computing is not None:
+            computing.remove_prefill((entry.request_id, entry.attempt))
+
+    def _finish(self, entry: InFlightRequest) -> None:
+        """Take the entry out of the table and out of the workers' counts."""
+        assert entry.plan is not None
+        self._prefill_done(entry)
+        decode = self._view.get(entry.plan.decode_worker)
+        if decode is not None:
+            decode.remove_request((entry.request_id, entry.attempt))
+        self.in_flight.remove(entry)
+        self._metrics.in_flight.set(len(self.in_flight))
+
+    def _cancel(self, entry: InFlightRequest, reason: str) -> None:
+        assert entry.plan is not None
+        self._finish(entry)
+        entry.generation.unfinished.discard(entry.index)
+        self._metrics.cancelled(reason)
+        try:
+            self._view.send(
+                entry.plan.decode_worker,
+                Cancel(request_id=entry.request_id, attempt=entry.attempt, reason=reason),
+            )
+        except WorkerUnreachableError:
+            logger.warning(
+                "request %s: cannot cancel on %s, its deadline will",
+                entry.request_id,
+                entry.plan.decode_worker,
+            )
+
+    def _fail(self, entry: InFlightRequest, error: RequestError) -> None:
+        entry.generation.fail(entry.index, entry.request_id, entry.attempt, error)
+
+    def _expire(self, generation: Generation, timeout_ms: float) -> None:
+        self._timers.pop(generation, None)
+        message = f"The request did not finish within its timeout of {timeout_ms:.0f} ms."
+        for entry in generation.entries:
+            if entry.index in generation.unfinished:
+                self._cancel(entry, "timeout")
+                self._fail(entry, RequestError(code="timeout", message=message))

@@ -1,0 +1,128 @@
+"""The requests this router has handed to workers and not yet finished."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from cluster.messages import RequestError, TokenOutput
+from cluster.sampling_params import SamplingParams
+from router.policy.plan import Plan
+from router.prompt_hashes import PromptHashes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceRequest:
+    """One prompt that needs one answer: a choice of an API request."""
+
+    request_id: str
+    model: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+
+
+@dataclass(kw_only=True)
+class InFlightRequest:
+    """The ledger entry of one sequence. Holds all that a re-dispatch to another worker needs."""
+
+    request: SequenceRequest
+    index: int  # among its generation's sequences
+    generation: Generation
+    deadline: float  # unix seconds
+    hashes: PromptHashes
+    attempt: int = 0
+    plan: Plan | None = None
+    decode_incarnation: int = 0  # of the worker it was sent to
+    excluded_workers: frozenset[str] = frozenset()
+    output_token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        """The identity it has on every worker."""
+        return self.request.request_id
+
+
+class Generation:
+    """The answers to one API request, as they arrive: a wake-up and a list of outputs per choice.
+
+    Outputs wait here while the client is slow; their number is bounded by the sequences' ``max_tokens``.
+    """
+
+    def __init__(self, num_sequences: int) -> None:
+        self.plans: list[Plan | None] = [None] * num_sequences
+        self.entries: list[InFlightRequest] = []  # by choice
+        self.unfinished: set[int] = set(range(num_sequences))
+        self._pending: list[tuple[int, TokenOutput]] = []
+        self._wake = asyncio.Event()
+        self._disconnected = False
+
+    @property
+    def is_disconnected(self) -> bool:
+        """Whether the client went away."""
+        return self._disconnected
+
+    def push(self, index: int, output: TokenOutput) -> None:
+        """Queue one output of choice ``index`` for the consumer."""
+        self._pending.append((index, output))
+        if output.finish_reason is not None or output.error is not None:
+            self.unfinished.discard(index)
+        self._wake.set()
+
+    def fail(self, index: int, request_id: str, attempt: int, error: RequestError) -> None:
+        """Queue a failure that the router itself detected."""
+        self.push(
+            index,
+            TokenOutput(request_id=request_id, attempt=attempt, finish_reason="error", error=error),
+        )
+
+    def disconnect(self) -> None:
+        """Wake the consumer because nobody waits for the answer any more."""
+        self._disconnected = True
+        self._wake.set()
+
+    async def next(self) -> list[tuple[int, TokenOutput]]:
+        """Everything that arrived since the last call, waiting for something. Empty if disconnected."""
+        while not self._pending and not self._disconnected:
+            self._wake.clear()
+            await self._wake.wait()
+        if self._disconnected:
+            return []
+        pending, self._pending = self._pending, []
+        return pending
+
+
+class InFlightTable:
+    """Ledger entries by request id."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, InFlightRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[InFlightRequest]:
+        return iter(tuple(self._entries.values()))
+
+    def add(self, entry: InFlightRequest) -> None:
+        """Insert a new entry. Its request id must be new."""
+        assert entry.request_id not in self._entries, entry.request_id
+        self._entries[entry.request_id] = entry
+
+    def get(self, request_id: str) -> InFlightRequest | None:
+        """The entry, or None if it has finished."""
+        return self._entries.get(request_id)
+
+    def remove(self, entry: InFlightRequest) -> None:
+        """Drop an entry; dropping it twice is harmless."""
+        if self._entries.get(entry.request_id) is entry:
+            del self._entries[entry.request_id]
+
+    def on_worker(self, worker: str) -> list[InFlightRequest]:
+        """The entries whose decode worker is ``worker``."""
+        return [
+            entry
+            for entry in self._entries.values()
+            if entry.plan is not None and entry.plan.decode_worker == worker
+        ]

@@ -1,0 +1,114 @@
+"""Everything one router process shares between its requests, wired together."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from router.admission import Admission
+from router.api.errors import model_not_found, no_worker
+from router.api.validation import ServedModel
+from router.cluster_view import ClusterView, Connect
+from router.dispatch import Dispatcher
+from router.metrics import RouterMetrics
+from router.policy.choose_workers import PolicySettings
+from text_pipeline.text_model import TextModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterLimits:
+    """Bounds on what clients may ask for."""
+
+    request_timeout_ms: int = 600_000
+    max_request_body: int = 8 * 2**20  # bytes
+    max_concurrent_requests: int = 1024  # sequences
+    max_n: int = 16
+    max_index_blocks: int = 1_000_000
+
+
+@dataclass(kw_only=True)
+class RouterServices:
+    """The parts of a router. Built by ``build_services``."""
+
+    router_id: str
+    model_name: str  # the one whose tokenizer is loaded
+    text_model: TextModel
+    limits: RouterLimits
+    view: ClusterView
+    dispatcher: Dispatcher
+    admission: Admission
+    metrics: RouterMetrics
+    started_at: float = field(default_factory=time.time)
+    is_draining: bool = False
+
+    def served_model(self, name: str) -> ServedModel:
+        """The limits of a model that is served now. Raises ApiError: 404 if unknown, 503 if not ready."""
+        if name != self.model_name:
+            raise model_not_found(name, [self.model_name])
+        workers = [worker for worker in self.view.decode_workers(name) if worker.is_ready]
+        if not workers:
+            raise no_worker(
+                f"No decode worker for the model {name!r} is ready: {'; '.join(self.not_ready_reasons())}."
+            )
+        models = [worker.record.model for worker in workers]
+        largest = max(models, key=lambda model: model.max_model_len)
+        return ServedModel(
+            name=name,
+            fingerprint=largest.fingerprint,
+            max_model_len=largest.max_model_len,
+            vocab_size=min(model.vocab_size for model in models),
+            eos_token_ids=tuple({token for model in models for token in model.eos_token_ids}),
+        )
+
+    def not_ready_reasons(self) -> list[str]:
+        """Why this router cannot serve; empty if it can."""
+        if self.is_draining:
+            return ["the router is shutting down"]
+        decode = self.view.decode_workers(self.model_name)
+        if any(worker.is_ready for worker in decode):
+            return []
+        if not decode:
+            others = [name for name in self.view.models(ready=False) if name != self.model_name]
+            reasons = [f"no decode worker for {self.model_name!r} is registered"]
+            if others:
+                reasons.append(f"registered decode workers serve {', '.join(map(repr, others))}")
+            reasons.extend(item.reason for item in self.view.incompatible if len(item.workers) == 1)
+            return reasons
+        return [
+            f"decode worker {worker.record.id} "
+            + (f"is {worker.load.state}" if worker.load else "has not reported its load yet")
+            for worker in decode
+        ]
+
+
+def build_services(
+    *,
+    router_id: str,
+    model_name: str,
+    text_model: TextModel,
+    limits: RouterLimits,
+    settings: PolicySettings,
+    connect: Connect,
+) -> RouterServices:
+    """Wire up a router's parts. Nothing is connected until ``view.update`` is called."""
+    metrics = RouterMetrics()
+    num_tokens = text_model.tokenizer.vocab_size
+    view = ClusterView(
+        connect=connect,
+        on_tokens=lambda worker, batch: dispatcher.on_tokens(worker, batch),
+        on_worker_lost=lambda worker: dispatcher.on_worker_lost(worker),
+        on_dropped=metrics.message_dropped,
+        max_index_blocks=limits.max_index_blocks,
+        max_vocab_size=lambda name: num_tokens if name == model_name else None,
+    )
+    dispatcher = Dispatcher(view, settings, metrics)
+    return RouterServices(
+        router_id=router_id,
+        model_name=model_name,
+        text_model=text_model,
+        limits=limits,
+        view=view,
+        dispatcher=dispatcher,
+        admission=Admission(limits.max_concurrent_requests),
+        metrics=metrics,
+    )

@@ -1,0 +1,104 @@
+"""What the router knows about one worker: its registration, its last load report, and its own dispatches."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cluster.members import LoadReport, WorkerRecord
+from cluster.messages import Message
+from router.policy.plan import WorkerSnapshot
+from router.prompt_hashes import HashGroup, hash_group
+
+Dispatched = tuple[str, int]  # request id, attempt
+
+
+class Connection(Protocol):
+    """The sending half of an RPC connection (``cluster.rpc.RpcConnection``)."""
+
+    def send(self, message: Message) -> None:
+        """Queue one message, or raise if the worker cannot take it."""
+        ...
+
+    def close(self) -> None:
+        """Drop the connection."""
+        ...
+
+
+class WorkerView:
+    """Load as the worker reported it, corrected by what was dispatched since.
+
+    A load report is up to one interval old. Requests dispatched since are counted on top of it, so that a
+    burst within an interval spreads; and the total is never below what this router itself has in flight.
+    """
+
+    def __init__(self, record: WorkerRecord, connection: Connection) -> None:
+        self.record = record
+        self.connection = connection
+        self.group: HashGroup = hash_group(record)
+        self.load: LoadReport | None = None
+        self.kv_sequence: int | None = None  # of the last KV event applied; None until a snapshot came
+        self.peers: frozenset[str] = frozenset()  # compatible prefill workers, if this is a decode worker
+        self._requests: set[Dispatched] = set()
+        self._prefills: dict[Dispatched, int] = {}  # uncached prompt tokens
+        self._unreported_requests: set[Dispatched] = set()
+        self._unreported_prefills: dict[Dispatched, int] = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it said that it takes requests."""
+        return self.load is not None and self.load.state == "ready"
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests of this router on this worker."""
+        return len(self._requests)
+
+    def report(self, load: LoadReport) -> None:
+        """Take a new load report, which includes all dispatches so far."""
+        self.load = load
+        self._unreported_requests.clear()
+        self._unreported_prefills.clear()
+
+    def add_request(self, key: Dispatched) -> None:
+        """Count a dispatch to this decode worker."""
+        self._requests.add(key)
+        self._unreported_requests.add(key)
+
+    def remove_request(self, key: Dispatched) -> None:
+        """The request finished or left."""
+        self._requests.discard(key)
+        self._unreported_requests.discard(key)
+
+    def add_prefill(self, key: Dispatched, num_tokens: int) -> None:
+        """Count a prompt that this worker will compute."""
+        self._prefills[key] = num_tokens
+        self._unreported_prefills[key] = num_tokens
+
+    def remove_prefill(self, key: Dispatched) -> None:
+        """The prompt is computed, or will not be."""
+        self._prefills.pop(key, None)
+        self._unreported_prefills.pop(key, None)
+
+    def snapshot(self, cached_tokens: int) -> WorkerSnapshot:
+        """What the policy sees. ``cached_tokens`` is the request's prefix hit here."""
+        load = self.load or LoadReport()
+        reported = load.running + load.waiting + load.waiting_for_remote_kv
+        if self.record.role == "prefill":
+            own, unreported = len(self._prefills), len(self._unreported_prefills)
+        else:
+            own, unreported = len(self._requests), len(self._unreported_requests)
+        return WorkerSnapshot(
+            id=self.record.id,
+            state=load.state,
+            num_requests=max(reported + unreported, own),
+            num_outstanding_prefill_tokens=max(
+                load.waiting_prefill_tokens + sum(self._unreported_prefills.values()),
+                sum(self._prefills.values()),
+            ),
+            kv_blocks_total=load.kv_blocks_total,
+            kv_blocks_free=load.kv_blocks_free,
+            block_size=self.record.kv_layout.block_size,
+            max_model_len=self.record.model.max_model_len,
+            cached_tokens=cached_tokens,
+            peers=self.peers,
+        )

@@ -1,0 +1,171 @@
+"""A tiny real model: its KV cache stores token ids, and its logits are a hash of the whole gathered prefix.
+
+A wrong block table, a stale or prematurely reused block, or a skipped position changes the logits, and with
+them the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from cluster.block_hash import root_hash
+from cluster.kv_layout import KvLayout
+from cluster.sampling_params import SamplingParams
+from engine.batch import Batch
+from engine.engine import Engine
+from engine.scheduler.config import SchedulerConfig
+from engine.step_result import NewRequest, SequenceOutput, StepResult
+
+VOCAB_SIZE = 23
+EOS = 22
+_MODULUS = 2_147_483_647
+
+
+class PrefixRunner:
+    """Writes and reads a KV tensor [num_blocks, block_size] of token ids through block tables."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.kv = torch.full((num_blocks, block_size), -1, dtype=torch.int64)
+        self.fail_next = False
+        self.nan_for: set[str] = set()
+        self.batches: list[Batch] = []
+
+    def write(self, block_ids: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
+        """Writes KV of consecutive positions, as the model does, or a peer."""
+        block_size = self.kv.shape[1]
+        positions = torch.arange(start, start + len(token_ids))
+        table = torch.tensor(block_ids)
+        self.kv[table[positions // block_size], positions % block_size] = torch.tensor(token_ids)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.batches.append(batch)
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("device lost")
+        rows = []
+        for sequence in batch.sequences:
+            end = sequence.start + len(sequence.token_ids)
+            assert 0 not in sequence.block_ids, "the null block was allocated"
+            self.write(sequence.block_ids, sequence.start, sequence.token_ids)
+            if sequence.needs_logits:
+                prefix = self.kv[torch.tensor(sequence.block_ids)].flatten()[:end]
+                row = prefix_logits(prefix)
+                rows.append(row * torch.nan if sequence.request_id in self.nan_for else row)
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+
+
+def prefix_logits(prefix: torch.Tensor) -> torch.Tensor:
+    """fp32 logits [vocab] after the tokens ``prefix`` [num_tokens]."""
+    state = 17
+    for token_id in prefix.tolist():
+        state = (state * 1_000_003 + token_id + 2) % _MODULUS
+    ids = torch.arange(VOCAB_SIZE, dtype=torch.int64)
+    mixed = (ids * 7_368_787 + state) * 48_271 % _MODULUS
+    mixed = (mixed ^ (mixed >> 13)) * 69_621 % _MODULUS
+    return mixed.double().div(_MODULUS / 6).float()
+
+
+def make_engine(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 128,
+    runner: PrefixRunner | None = None,
+    **config: object,
+) -> tuple[Engine, PrefixRunner]:
+    """An engine over a new ``PrefixRunner``; ``config`` are fields of SchedulerConfig."""
+    layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32")
+    runner = runner or PrefixRunner(num_blocks, block_size)
+    settings: dict[str, object] = {"max_num_batched_tokens": 16, "max_num_seqs": 8, **config}
+    engine = Engine(
+        runner,
+        scheduler_config=SchedulerConfig(**settings),  # type: ignore[arg-type]
+        kv_layout=layout,
+        num_blocks=num_blocks,
+        eos_token_ids=(EOS,),
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+        hash_root=partial(root_hash, "prefix-model", layout.fingerprint()),
+    )
+    return engine, runner
+
+
+def greedy(max_tokens: int = 8, **params: object) -> SamplingParams:
+    """Greedy sampling."""
+    return SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, **params)  # type: ignore[arg-type]
+
+
+def new_request(
+    request_id: str, prompt: Sequence[int], sampling: SamplingParams | None = None, **options: object
+) -> NewRequest:
+    """A request; greedy with 8 tokens unless told otherwise."""
+    return NewRequest(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        sampling=sampling or greedy(),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+class Collector:
+    """Steps an engine on a clock of its own, checks invariants, and gathers what comes out."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.now = 0.0
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, SequenceOutput] = {}
+        self.results: list[StepResult] = []
+        self.cached: set[bytes] = set()  # the prefix cache as its events tell it
+
+    def step(self) -> StepResult:
+        result = self.engine.step(self.now)
+        self.now += 0.01
+        self.results.append(result)
+        for output in result.outputs:
+            assert output.request_id not in self.finished, "output after the end"
+            self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                self.finished[output.request_id] = output
+        assert not set(result.blocks_stored) & self.cached, "a hash was stored twice"
+        assert set(result.blocks_removed) <= self.cached, "a hash was removed that was not stored"
+        self.cached = self.cached - set(result.blocks_removed) | set(result.blocks_stored)
+        assert self.cached == set(self.engine.cached_block_hashes())
+        self.engine.check_invariants()
+        return result
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Steps until there is no work; fails if that takes more than ``max_steps``."""
+        for _ in range(max_steps):
+            if not self.engine.has_work():
+                return
+            self.step()
+        raise AssertionError(f"still at work after {max_steps} steps: {self.engine.load()}")
+
+
+def oracle(prompt: Sequence[int], sampling: SamplingParams, output: Sequence[int] = ()) -> list[int]:
+    """The tokens of one request that runs alone, in one chunk, in a large pool."""
+    engine, _ = make_engine(num_blocks=256, max_num_batched_tokens=512)
+    engine.add_request(new_request("alone", prompt, sampling, output_token_ids=list(output)), 0.0)
+    collector = Collector(engine)
+    collector.run()
+    return collector.tokens["alone"]
+
+
+def chunk_lengths(runner: PrefixRunner, request_id: str) -> list[int]:
+    """How many tokens of a request each step computed."""
+    return [
+        len(sequence.token_ids)
+        for batch in runner.batches
+        for sequence in batch.sequences
+        if sequence.request_id == request_id
+    ]
+
+
+def consecutive(numbers: Sequence[int]) -> bool:
+    """Whether each number is its predecessor plus one."""
+    return all(after == before + 1 for before, after in pairwise(numbers))

@@ -1,0 +1,110 @@
+"""Records, loads and a recording connection for the router's unit tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cluster.kv_layout import KvLayout
+from cluster.members import LoadReport, ModelIdentity, TransportEndpoint, WorkerRecord
+from cluster.messages import Envelope, Message
+from router.policy.plan import WorkerSnapshot
+
+BLOCK_SIZE = 4
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE, dtype="float32")
+
+
+def model_identity(**fields: Any) -> ModelIdentity:
+    values: dict[str, Any] = {
+        "name": "test-model",
+        "source": "test-model",
+        "fingerprint": "f" * 64,
+        "dtype": "float32",
+        "max_model_len": 128,
+        "vocab_size": 100_000,
+        "eos_token_ids": (2,),
+    }
+    return ModelIdentity(**(values | fields))
+
+
+def worker_record(worker_id: str, role: str = "decode", incarnation: int = 1, **fields: Any) -> WorkerRecord:
+    values: dict[str, Any] = {
+        "id": worker_id,
+        "incarnation": incarnation,
+        "role": role,
+        "pid": 1,
+        "host": "localhost",
+        "address": "tcp://127.0.0.1:1",
+        "metrics_address": "",
+        "model": model_identity(),
+        "kv_layout": LAYOUT,
+        "endpoint": TransportEndpoint(
+            kind="in_process", agent_name=worker_id, metadata=b"", base_address=0, num_blocks=8
+        ),
+    }
+    return WorkerRecord(**(values | fields))
+
+
+def load_report(**fields: Any) -> LoadReport:
+    values: dict[str, Any] = {"state": "ready", "kv_blocks_total": 100, "kv_blocks_free": 100}
+    return LoadReport(**(values | fields))
+
+
+def worker_snapshot(worker_id: str, **fields: Any) -> WorkerSnapshot:
+    values: dict[str, Any] = {
+        "id": worker_id,
+        "state": "ready",
+        "num_requests": 0,
+        "num_outstanding_prefill_tokens": 0,
+        "kv_blocks_total": 1000,
+        "kv_blocks_free": 1000,
+        "block_size": BLOCK_SIZE,
+        "max_model_len": 4096,
+    }
+    return WorkerSnapshot(**(values | fields))
+
+
+class RecordingConnection:
+    """Stands for the network: keeps what was sent, and refuses when told to."""
+
+    def __init__(self, record: WorkerRecord, on_message: Callable[[Envelope], None]) -> None:
+        self.record = record
+        self.on_message = on_message
+        self.sent: list[Message] = []
+        self.is_closed = False
+        self.is_full = False
+
+    def send(self, message: Message) -> None:
+        if self.is_full:
+            raise RuntimeError("queue full")
+        self.sent.append(message)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def answer(self, message: Message, incarnation: int | None = None) -> None:
+        """Deliver ``message`` as if the worker had sent it."""
+        number = self.record.incarnation if incarnation is None else incarnation
+        self.on_message(Envelope(self.record.id, number, message))
+
+    def take(self, kind: type) -> list[Any]:
+        """The sent messages of one kind, removed."""
+        found = [message for message in self.sent if isinstance(message, kind)]
+        self.sent = [message for message in self.sent if not isinstance(message, kind)]
+        return found
+
+
+class Connections:
+    """Makes recording connections and keeps the newest per worker."""
+
+    def __init__(self) -> None:
+        self.by_worker: dict[str, RecordingConnection] = {}
+
+    def __call__(
+        self, record: WorkerRecord, on_message: Callable[[Envelope], None]
+    ) -> RecordingConnection:
+        self.by_worker[record.id] = RecordingConnection(record, on_message)
+        return self.by_worker[record.id]
+
+    def __getitem__(self, worker: str) -> RecordingConnection:
+        return self.by_worker[worker]

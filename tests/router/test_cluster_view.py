@@ -1,0 +1,184 @@
+"""Membership, incarnations, KV events and load corrections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.block_hash import hash_blocks, root_hash
+from cluster.members import WorkerRecord
+from cluster.messages import KvEvents, LoadUpdate, Subscribe, TokenBatch
+from router.cluster_view import ClusterView, WorkerUnreachableError
+from router.prompt_hashes import PromptHashes
+from tests.router.factories import LAYOUT, Connections, load_report, model_identity, worker_record
+
+
+class Harness:
+    def __init__(self) -> None:
+        self.connections = Connections()
+        self.dropped: list[str] = []
+        self.lost: list[str] = []
+        self.batches: list[tuple[str, TokenBatch]] = []
+        self.view = ClusterView(
+            connect=self.connections,
+            on_tokens=lambda worker, batch: self.batches.append((worker, batch)),
+            on_worker_lost=self.lost.append,
+            on_dropped=self.dropped.append,
+            max_vocab_size=lambda model: 1000,
+        )
+
+    def members(self, *records: WorkerRecord) -> None:
+        self.view.update(records, ())
+
+
+@pytest.fixture()
+def harness() -> Harness:
+    return Harness()
+
+
+def test_a_new_worker_is_subscribed_to_and_renewed(harness: Harness) -> None:
+    harness.members(worker_record("d0"), worker_record("p0", "prefill"))
+    for name in ("d0", "p0"):
+        assert harness.connections[name].take(Subscribe) == [Subscribe()]
+    harness.view.heartbeat()
+    assert harness.connections["p0"].take(Subscribe) == [Subscribe()]
+
+
+def test_restart_closes_the_old_connection_and_drops_its_messages(harness: Harness) -> None:
+    harness.members(worker_record("d0"))
+    old = harness.connections["d0"]
+    old.answer(KvEvents(sequence=0, stored=[b"x"], snapshot=True))
+    harness.members(worker_record("d0", incarnation=2))
+    assert old.is_closed
+    assert harness.lost == ["d0"]
+    assert len(harness.view.kv_index) == 0
+    old.answer(LoadUpdate(load=load_report()))
+    assert harness.dropped == ["old_incarnation"]
+    assert harness.view.workers[0].load is None
+
+
+def test_an_older_record_does_not_replace_a_newer_one(harness: Harness) -> None:
+    harness.members(worker_record("d0", incarnation=5))
+    harness.members(worker_record("d0", incarnation=4))
+    assert harness.view.workers[0].record.incarnation == 5
+    assert harness.dropped == ["old_incarnation"]
+    assert harness.lost == []
+
+
+def test_a_worker_that_left_cannot_be_sent_to(harness: Harness) -> None:
+    harness.members(worker_record("d0"))
+    harness.members()
+    assert harness.lost == ["d0"]
+    with pytest.raises(WorkerUnreachableError, match="d0 has left"):
+        harness.view.send("d0", Subscribe())
+
+
+def test_losses_are_reported_after_the_members_are_current(harness: Harness) -> None:
+    seen: list[list[str]] = []
+    view = ClusterView(
+        connect=harness.connections,
+        on_tokens=lambda worker, batch: None,
+        on_worker_lost=lambda worker: seen.append([w.record.id for w in view.workers]),
+        on_dropped=harness.dropped.append,
+    )
+    view.update([worker_record("d0"), worker_record("d1")], ())
+    view.update([worker_record("d2")], ())
+    assert seen == [["d2"], ["d2"]]
+
+
+def test_kv_events_need_a_snapshot_first(harness: Harness) -> None:
+    harness.members(worker_record("d0"))
+    connection = harness.connections["d0"]
+    connection.take(Subscribe)
+    connection.answer(KvEvents(sequence=7, stored=[b"a"]))
+    assert len(connection.take(Subscribe)) == 1
+    assert len(harness.view.kv_index) == 0
+    connection.answer(KvEvents(sequence=9, stored=[b"a", b"b"], snapshot=True))
+    connection.answer(KvEvents(sequence=10, stored=[b"c"], removed=[b"a"]))
+    assert harness.view.kv_index.num_blocks("d0") == 2
+    assert harness.dropped == ["kv_event_gap"]
+
+
+def test_a_gap_asks_for_a_new_snapshot(harness: Harness) -> None:
+    harness.members(worker_record("d0"))
+    connection = harness.connections["d0"]
+    connection.answer(KvEvents(sequence=1, stored=[b"a"], snapshot=True))
+    connection.take(Subscribe)
+    connection.answer(KvEvents(sequence=3, stored=[b"c"]))
+    connection.answer(KvEvents(sequence=4, stored=[b"d"]))
+    assert connection.take(Subscribe)
+    assert harness.view.kv_index.workers(b"c") == ()
+    connection.answer(KvEvents(sequence=4, stored=[b"c", b"d"], snapshot=True))
+    assert harness.view.kv_index.num_blocks("d0") == 2
+    connection.answer(KvEvents(sequence=4, stored=[b"e"]))
+    assert harness.dropped[-1] == "old_kv_event"
+
+
+def test_prefix_hits_reach_the_snapshot_per_salt(harness: Harness) -> None:
+    harness.members(worker_record("d0"), worker_record("d1"))
+    tokens = list(range(10))
+    hashes = hash_blocks(tokens, 4, root_hash("f" * 64, LAYOUT.fingerprint()))
+    harness.connections["d1"].answer(KvEvents(sequence=0, stored=hashes, snapshot=True))
+    decode, prefill = harness.view.snapshots("test-model", PromptHashes(tokens))
+    assert [worker.cached_tokens for worker in decode] == [0, 8]
+    assert prefill == []
+    decode, _ = harness.view.snapshots("test-model", PromptHashes(tokens, "salt"))
+    assert [worker.cached_tokens for worker in decode] == [0, 0]
+
+
+def test_dispatches_count_until_reported_and_never_below_own(harness: Harness) -> None:
+    harness.members(worker_record("d0"))
+    connection = harness.connections["d0"]
+    connection.answer(LoadUpdate(load=load_report(running=1)))
+    view = harness.view.workers[0]
+    view.add_request(("r1", 0))
+    view.add_prefill(("r1", 0), 100)
+    view.add_request(("r2", 0))
+    snapshot = view.snapshot(0)
+    assert (snapshot.num_requests, snapshot.num_outstanding_prefill_tokens) == (3, 100)
+    connection.answer(LoadUpdate(load=load_report(running=3, waiting_prefill_tokens=60)))
+    assert view.snapshot(0).num_requests == 3
+    connection.answer(LoadUpdate(load=load_report(running=0)))  # a report that missed them
+    assert view.snapshot(0).num_requests == 2
+    view.remove_request(("r1", 0))
+    view.remove_request(("r2", 0))
+    view.remove_prefill(("r1", 0))
+    snapshot = view.snapshot(0)
+    assert (snapshot.num_requests, snapshot.num_outstanding_prefill_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"protocol_version": 99}, "protocol version differs: d0 has 99"),
+        ({"model": model_identity(vocab_size=10)}, "vocabulary differs: d0 has 10 tokens"),
+    ],
+)
+def test_workers_this_router_cannot_use_are_reported(
+    harness: Harness, fields: dict[str, Any], reason: str
+) -> None:
+    harness.members(worker_record("d0", **fields))
+    assert harness.view.workers == ()
+    (item,) = harness.view.incompatible
+    assert item.workers == ("d0",)
+    assert item.reason.startswith(reason)
+
+
+def test_pairs_that_cannot_hand_over_are_reported(harness: Harness) -> None:
+    other = model_identity(dtype="bfloat16")
+    harness.members(
+        worker_record("d0"), worker_record("p0", "prefill"), worker_record("p1", "prefill", model=other)
+    )
+    assert harness.view.get("d0").peers == {"p0"}  # type: ignore[union-attr]
+    (item,) = harness.view.incompatible
+    assert item.workers == ("d0", "p1")
+    assert "dtype differs" in item.reason
+
+
+def test_unknown_senders_are_counted(harness: Harness) -> None:
+    harness.members(worker_record("d0"))
+    connection = harness.connections["d0"]
+    harness.members()
+    connection.answer(LoadUpdate(load=load_report()))
+    assert harness.dropped == ["unknown_sender"]

@@ -1,0 +1,1 @@
+"""Everything between strings and token ids: tokenizer, chat template, detokenizer, stop strings."""
