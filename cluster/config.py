@@ -30,7 +30,9 @@ from cluster.config_sources import (
     ENV_PREFIX,
     ConfigError,
     ConfigSource,
+    env_name,
     explain,
+    key_paths,
     merge_sources,
     read_environment,
     read_flags,
@@ -62,6 +64,7 @@ __all__ = [
     "RouterConfig",
     "WorkerConfig",
     "load_config",
+    "to_environment",
 ]
 
 _MIB = 1024**2
@@ -213,6 +216,9 @@ class RouterConfig(_Section):
     max_n: int = Field(
         default=16, ge=1, le=1024, description="Most choices (`n`) that one request may ask for."
     )
+    drain_grace_ms: Milliseconds = Field(
+        default=10_000, description="How long a router that ends lets its requests finish, in ms."
+    )
 
 
 class WorkerConfig(_Section):
@@ -308,3 +314,20 @@ def load_config(*, file: Path | None = None, overrides: Mapping[str, Any] | None
         return LeadoutConfig(**merge_sources(sources))
     except ValidationError as error:
         raise ConfigError(explain(error, LeadoutConfig, sources)) from None
+
+
+def to_environment(config: LeadoutConfig) -> dict[str, str]:
+    """The variables from which ``load_config`` reads the same configuration, in another process."""
+    environment: dict[str, str] = {}
+    for path in key_paths(LeadoutConfig):
+        value: Any = config
+        for name in path:
+            value = getattr(value, name)
+        if value is None:
+            text = "null"
+        elif isinstance(value, list):
+            text = ",".join(value)
+        else:
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+        environment[env_name(path)] = text
+    return environment

@@ -88,6 +88,13 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens_total: int = 0
 
 
+class Members(msgspec.Struct, frozen=True, kw_only=True):
+    """Everyone in the cluster at one moment, in the order of their ids."""
+
+    workers: tuple[WorkerRecord, ...] = ()
+    routers: tuple[RouterRecord, ...] = ()
+
+
 def incompatibility(one: WorkerRecord, other: WorkerRecord) -> str | None:
     """Why two workers cannot hand over KV blocks to each other; None if they can."""
     checks: tuple[tuple[str, object, object], ...] = (

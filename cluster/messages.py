@@ -136,7 +136,9 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
 
 
 class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):
-    """Router → worker: send me your KV events and load reports from now on. Renewed with each interval."""
+    """Router → worker: send me your KV events and load reports from now on. Renewed with each heartbeat."""
+
+    snapshot: bool = True  # whether the whole prefix cache is wanted; a renewal that knows it says no
 
 
 class KvEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events"):

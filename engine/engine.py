@@ -54,6 +54,7 @@ class Engine:
         max_model_len: int,
         vocab_size: int,
         hash_root: Callable[[str], BlockHash],
+        prefix_caching: bool = True,
     ) -> None:
         """``num_blocks`` includes the null block 0, which is never allocated.
 
@@ -63,7 +64,9 @@ class Engine:
         """
         self._runner = runner
         self._vocab_size = vocab_size
-        self._kv_cache = KvCacheManager(num_blocks, kv_layout.block_size, hash_root)
+        self._kv_cache = KvCacheManager(
+            num_blocks, kv_layout.block_size, hash_root, prefix_caching=prefix_caching
+        )
         self._scheduler = Scheduler(
             scheduler_config,
             self._kv_cache,

@@ -141,7 +141,12 @@ class ChildProcess:
 async def _readable(loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
     """Waits until ``descriptor`` is readable, then closes it."""
     ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(descriptor, lambda: ready.done() or ready.set_result(None))
+
+    def on_readable() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(descriptor, on_readable)
     try:
         await ready
     finally:

@@ -63,7 +63,9 @@ def available_cores() -> list[Core]:
         cpus = sorted(os.sched_getaffinity(0))
     else:
         cpus = list(range(os.cpu_count() or 1))
-    return [Core(_topology(cpu, "physical_package_id", 0), _topology(cpu, "core_id", cpu), cpu) for cpu in cpus]
+    return [
+        Core(_topology(cpu, "physical_package_id", 0), _topology(cpu, "core_id", cpu), cpu) for cpu in cpus
+    ]
 
 
 def _topology(cpu: int, name: str, default: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,7 +21,7 @@ from router.api import health
 from router.api.chat import chat_completions
 from router.api.cluster import cluster_state
 from router.api.completions import completions
-from router.api.errors import ApiError, ClientDisconnectedError, internal_error
+from router.api.errors import ApiError, ClientDisconnectedError, internal_error, overloaded
 from router.api.models import get_model, list_models
 from router.api.schemas import ChatCompletionRequest, CompletionRequest
 from router.api.streaming import CLIENT_CLOSED_REQUEST
@@ -84,19 +85,25 @@ def create_app(services: RouterServices) -> FastAPI:
         response.headers.update(error.headers or {})
         return response
 
-    app.add_middleware(RequestMiddleware, metrics=services.metrics)
+    app.add_middleware(
+        RequestMiddleware,
+        metrics=services.metrics,
+        max_requests=services.limits.max_concurrent_requests,
+    )
     return app
 
 
 class RequestMiddleware:
-    """Gives each request its id, counts its outcome, and turns unexpected exceptions into a 500.
+    """Gives each request its id, bounds and counts them, and turns unexpected exceptions into a 500.
 
     Plain ASGI, because a middleware that wraps ``receive`` would hide disconnects from the handlers.
     """
 
-    def __init__(self, app: ASGIApp, metrics: RouterMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics, max_requests: int) -> None:
         self._app = app
         self._metrics = metrics
+        self._max_requests = max_requests
+        self._num_requests = 0  # generation requests at any stage, those whose body is still read included
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -105,8 +112,7 @@ class RequestMiddleware:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
-        state = scope.setdefault("state", {})
-        state["request_id"] = request_id
+        scope.setdefault("state", {})["request_id"] = request_id
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -116,17 +122,31 @@ class RequestMiddleware:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
+        endpoint = _ENDPOINTS.get(scope["path"])
+        if endpoint is None:
+            await self._run(scope, receive, send_with_id, request_id, lambda: status)
+            return
+        self._num_requests += 1
         try:
-            await self._app(scope, receive, send_with_id)
+            if self._num_requests > self._max_requests:
+                self._metrics.refused.inc()
+                await overloaded(self._max_requests).response()(scope, receive, send_with_id)
+            else:
+                await self._run(scope, receive, send_with_id, request_id, lambda: status)
+        finally:
+            self._num_requests -= 1
+            final = scope["state"].get("stream_status", status or 500)
+            self._metrics.requests.labels(endpoint, str(final)).inc()
+
+    async def _run(
+        self, scope: Scope, receive: Receive, send: Send, request_id: str, status: Callable[[], int]
+    ) -> None:
+        try:
+            await self._app(scope, receive, send)
         except Exception:
             logger.exception("request %s failed", request_id)
-            if status == 0:
-                await internal_error(request_id).response()(scope, receive, send_with_id)
-        finally:
-            endpoint = _ENDPOINTS.get(scope["path"])
-            if endpoint is not None:
-                final = state.get("stream_status", status or 500)
-                self._metrics.requests.labels(endpoint, str(final)).inc()
+            if status() == 0:
+                await internal_error(request_id).response()(scope, receive, send)
 
 
 def _final(error: ApiError) -> Response:

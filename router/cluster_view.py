@@ -190,7 +190,7 @@ class ClusterView:
 
     def _subscribe(self, view: WorkerView) -> None:
         try:
-            view.connection.send(Subscribe())
+            view.connection.send(Subscribe(snapshot=view.kv_sequence is None))
         except Exception as error:  # the next heartbeat tries again
             logger.warning("cannot subscribe to %s: %s", view.record.id, error)
 

@@ -180,9 +180,8 @@ class Dispatcher:
             )
             try:
                 entry.decode_incarnation = self._view.send(plan.decode_worker, message)
-            except WorkerUnreachableError:
+            except WorkerUnreachableError:  # nothing was sent, so this was no attempt
                 entry.excluded_workers |= {plan.decode_worker}
-                entry.attempt += 1
                 continue
             self._begin(entry, plan)
             return
@@ -198,6 +197,16 @@ class Dispatcher:
         computing = self._view.get(plan.prefill_worker or plan.decode_worker)
         if computing is not None:
             computing.add_prefill(key, plan.uncached_tokens)
+        logger.debug(
+            "request %s attempt %d: decode on %s, prefill on %s, %d of %d tokens cached: %s",
+            entry.request_id,
+            entry.attempt,
+            plan.decode_worker,
+            plan.prefill_worker or plan.decode_worker,
+            plan.cached_tokens,
+            len(entry.request.prompt_token_ids),
+            plan.reason,
+        )
         self._metrics.planned(plan)
         self._metrics.in_flight.set(len(self.in_flight))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from router.admission import Admission
@@ -40,11 +41,16 @@ class RouterServices:
     metrics: RouterMetrics
     started_at: float = field(default_factory=time.time)
     is_draining: bool = False
+    registry_problem: Callable[[], str] = lambda: ""  # why the members are not known; "" if they are
 
     def served_model(self, name: str) -> ServedModel:
         """The limits of a model that is served now. Raises ApiError: 404 if unknown, 503 if not ready."""
         if name != self.model_name:
             raise model_not_found(name, [self.model_name])
+        if self.is_draining:
+            raise no_worker("The router is shutting down.")
+        if self.is_draining:
+            raise no_worker("The router is shutting down.")
         workers = [worker for worker in self.view.decode_workers(name) if worker.is_ready]
         if not workers:
             raise no_worker(
@@ -69,6 +75,9 @@ class RouterServices:
             return []
         if not decode:
             others = [name for name in self.view.models(ready=False) if name != self.model_name]
+            problem = self.registry_problem()
+            if problem:
+                return [problem]
             reasons = [f"no decode worker for {self.model_name!r} is registered"]
             if others:
                 reasons.append(f"registered decode workers serve {', '.join(map(repr, others))}")

@@ -45,13 +45,21 @@ class KvCacheManager:
     has succeeded or the peer that wrote them has said so: a failed step cannot poison the cache.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, hash_root: Callable[[str], BlockHash]) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        hash_root: Callable[[str], BlockHash],
+        *,
+        prefix_caching: bool = True,
+    ) -> None:
         """``num_blocks`` includes the null block. ``hash_root`` maps a cache salt to its chain's root."""
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}, must be at least 1 token")
         self.block_size = block_size
         self._pool = BlockPool(num_blocks)
         self._hash_root = hash_root
+        self._prefix_caching = prefix_caching
         self._allocations: dict[str, _Allocation] = {}
 
     # --- what is where -----------------------------------------------------------------------------------
@@ -129,7 +137,7 @@ class KvCacheManager:
     def register_computed(self, sequence: Sequence) -> None:
         """Puts the full blocks below ``num_computed_tokens`` into the prefix cache."""
         allocation = self._allocations[sequence.request_id]
-        num_full = sequence.num_computed_tokens // self.block_size
+        num_full = sequence.num_computed_tokens // self.block_size if self._prefix_caching else 0
         self._extend_hashes(sequence, num_full)
         for index in range(allocation.num_registered, num_full):
             self._pool.store(allocation.block_ids[index], sequence.block_hashes[index])
@@ -261,7 +269,7 @@ class KvCacheManager:
         return True
 
     def _lookup_limit(self, sequence: Sequence) -> int:
-        return (sequence.num_tokens - 1) // self.block_size
+        return (sequence.num_tokens - 1) // self.block_size if self._prefix_caching else 0
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         known = len(sequence.block_hashes)

@@ -31,7 +31,7 @@ class CpuBackend:
         self.dtype = dtype
         self.device = torch.device("cpu")
         self._causal_mask = CausalMask()
-        self._uses_packed_weights: bool = torch.backends.mkldnn.is_available() and (
+        self._uses_packed_weights: bool = torch._C._has_mkldnn and (
             dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
 

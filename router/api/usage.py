@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from cluster.messages import RequestTimings
 
 
@@ -19,9 +21,12 @@ class UsageCounter:
         self._n = n
         self._completion_tokens = [0] * (len(prompt_lengths) * n)
         self._cached: dict[int, int] = {}  # by prompt
+        self._timings: RequestTimings | None = None  # of the first choice that got a token
 
     def first_token(self, choice: int, timings: RequestTimings) -> None:
         """Note where the prompt of ``choice`` came from."""
+        if self._timings is None:
+            self._timings = timings
         prompt = choice // self._n
         cached = timings.num_prefill_cached_tokens + timings.num_decode_cached_tokens
         self._cached[prompt] = min(cached, self._cached.get(prompt, cached))
@@ -45,11 +50,13 @@ class UsageCounter:
         return sum(self._cached.values())
 
     def body(self) -> dict[str, Any]:
-        """The ``usage`` object."""
+        """The ``usage`` object. ``leadout`` in it is ours: where the time to the first token went."""
         completion_tokens = sum(self._completion_tokens)
+        extension = {} if self._timings is None else {"leadout": msgspec.to_builtins(self._timings)}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": self.prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **extension,
         }

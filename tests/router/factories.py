@@ -100,9 +100,7 @@ class Connections:
     def __init__(self) -> None:
         self.by_worker: dict[str, RecordingConnection] = {}
 
-    def __call__(
-        self, record: WorkerRecord, on_message: Callable[[Envelope], None]
-    ) -> RecordingConnection:
+    def __call__(self, record: WorkerRecord, on_message: Callable[[Envelope], None]) -> RecordingConnection:
         self.by_worker[record.id] = RecordingConnection(record, on_message)
         return self.by_worker[record.id]
 

@@ -32,7 +32,7 @@ class Harness:
         self.view.update(records, ())
 
 
-@pytest.fixture()
+@pytest.fixture
 def harness() -> Harness:
     return Harness()
 

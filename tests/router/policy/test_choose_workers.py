@@ -144,7 +144,7 @@ snapshots = st.builds(
 fleets = st.lists(snapshots, max_size=5, unique_by=lambda worker: worker.id)
 
 
-@given(decode_workers=fleets, prefill_workers=fleets, num_tokens=st.integers(1, 4000))
+@given(decode_workers=fleets, prefill_workers=fleets, num_tokens=st.integers(1, 3999))
 def test_a_plan_is_always_executable(
     decode_workers: list[WorkerSnapshot], prefill_workers: list[WorkerSnapshot], num_tokens: int
 ) -> None:

@@ -1,0 +1,161 @@
+"""The process shell of a worker: registration, heartbeats, RPC, and what it publishes to routers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.clock import Clock
+from cluster.members import LoadReport, Members, WorkerRecord
+from cluster.messages import KvEvents, LoadUpdate, Message, Subscribe
+from cluster.registry import Registry
+from cluster.rpc import RpcServer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Subscriber:
+    incarnation: int
+    renewed_at: float  # monotonic seconds
+
+
+class WorkerShell:
+    """Connects one worker to the cluster, whatever its role. Lives in one asyncio loop.
+
+    Routers subscribe over RPC and are then told of every change of the prefix cache and, each interval,
+    of the load. A router that is neither registered nor has renewed its subscription within the lease is lost.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        incarnation: int,
+        registry: Registry,
+        lease_s: float,
+        clock: Clock,
+        on_message: Callable[[str, int, Message], None],
+        on_members: Callable[[Members], None],
+        on_router_lost: Callable[[str, int], None],
+    ) -> None:
+        """``on_message(peer, incarnation, message)`` gets what the shell does not handle itself."""
+        self._registry = registry
+        self._lease_s = lease_s
+        self._clock = clock
+        self._on_message = on_message
+        self._on_members = on_members
+        self._on_router_lost = on_router_lost
+        self._rpc = RpcServer(sender=worker_id, incarnation=incarnation, on_message=self._receive)
+        self._record: WorkerRecord | None = None
+        self._watch_task: asyncio.Task[None] | None = None
+        self._subscribers: dict[str, _Subscriber] = {}
+        self._registered_routers: frozenset[tuple[str, int]] = frozenset()
+        self._cached_blocks: dict[bytes, None] = {}  # in the order stored
+        self._event_sequence = 0
+
+    @property
+    def num_stale_messages(self) -> int:
+        """Messages dropped because a newer incarnation of their sender is known."""
+        return self._rpc.num_stale
+
+    @property
+    def num_undeliverable_messages(self) -> int:
+        """Messages whose receiver was gone or did not keep up."""
+        return self._rpc.num_undeliverable
+
+    async def bind(self, address: str) -> str:
+        """Open the RPC endpoint; returns its real address. Raises RpcError."""
+        return await self._rpc.bind(address)
+
+    async def register(self, record: WorkerRecord) -> None:
+        """Enter the cluster, and stay in it until ``close``. Raises the registry's errors."""
+        self._record = record
+        await self._registry.register(record)
+        self._watch_task = asyncio.create_task(self._watch(), name="registry watch")
+
+    def send(self, peer: str, message: Message) -> bool:
+        """Answer a peer; False if it is gone or does not keep up."""
+        return self._rpc.send(peer, message)
+
+    def publish_kv_events(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Tell subscribed routers how the prefix cache changed."""
+        if not stored and not removed:
+            return
+        for block_hash in removed:
+            self._cached_blocks.pop(block_hash, None)
+        self._cached_blocks.update(dict.fromkeys(stored))
+        self._event_sequence += 1
+        event = KvEvents(sequence=self._event_sequence, stored=list(stored), removed=list(removed))
+        for router in self._subscribers:
+            self._rpc.send(router, event)
+
+    def publish_load(self, load: LoadReport) -> None:
+        """Tell subscribed routers the load, and drop those that are lost."""
+        self._drop_lost_routers()
+        for router in self._subscribers:
+            self._rpc.send(router, LoadUpdate(load=load))
+
+    async def withdraw(self) -> None:
+        """Leave the registry: no new work comes. RPC goes on. Failures are logged: the lease ends it too."""
+        if self._watch_task is not None:
+            self._watch_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch_task
+            self._watch_task = None
+        if self._record is not None:
+            try:
+                await self._registry.withdraw(self._record)
+            except Exception as error:
+                logger.warning("could not withdraw from the registry, the lease will end: %s", error)
+            self._record = None
+
+    async def close(self) -> None:
+        """Leave the cluster and close the RPC endpoint."""
+        await self.withdraw()
+        await self._rpc.close()
+
+    def _receive(self, peer: str, incarnation: int, message: Message) -> None:
+        if isinstance(message, Subscribe):
+            self._subscribe(peer, incarnation, message.snapshot)
+        else:
+            self._on_message(peer, incarnation, message)
+
+    def _subscribe(self, router: str, incarnation: int, wants_snapshot: bool) -> None:
+        now = self._clock.monotonic()
+        known = self._subscribers.get(router)
+        if known is not None and known.incarnation == incarnation:
+            known.renewed_at = now
+        else:
+            if known is not None:
+                self._on_router_lost(router, known.incarnation)
+            self._subscribers[router] = _Subscriber(incarnation, now)
+            wants_snapshot = True
+        if wants_snapshot:
+            self._send_snapshot(router)
+
+    def _send_snapshot(self, router: str) -> None:
+        self._rpc.send(
+            router, KvEvents(sequence=self._event_sequence, stored=list(self._cached_blocks), snapshot=True)
+        )
+
+    def _drop_lost_routers(self) -> None:
+        oldest = self._clock.monotonic() - self._lease_s
+        for router, subscriber in list(self._subscribers.items()):
+            is_registered = (router, subscriber.incarnation) in self._registered_routers
+            if subscriber.renewed_at < oldest and not is_registered:
+                logger.warning("router %s is lost", router)
+                del self._subscribers[router]
+                self._rpc.forget(router)
+                self._on_router_lost(router, subscriber.incarnation)
+
+    async def _watch(self) -> None:
+        async for members in self._registry.watch():
+            self._registered_routers = frozenset((one.id, one.incarnation) for one in members.routers)
+            try:
+                self._on_members(members)
+            except Exception:
+                logger.exception("taking over the list of members failed")

@@ -1,0 +1,92 @@
+"""Builds an engine from a model on disk and its settings."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from cluster.block_hash import root_hash
+from cluster.kv_layout import KvLayout
+from cluster.model_source import ModelSource, model_fingerprint
+from engine.engine import Engine
+from engine.kv_cache_storage import KvCacheStorage
+from engine.model_runner import ModelRunner, kv_layout
+from engine.models.config import ModelConfig
+from engine.models.load import load_model, load_model_config
+from engine.ops.cpu import CpuBackend
+from engine.ops.dtypes import dtype_name, resolve_dtype
+from engine.scheduler.config import SchedulerConfig
+
+_MIN_BLOCKS = 2  # the null block, and one to compute in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreatedEngine:
+    """An engine and what the rest of its process must know of it."""
+
+    engine: Engine
+    storage: KvCacheStorage
+    model_config: ModelConfig
+    model_fingerprint: str
+    kv_layout: KvLayout
+
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype it runs in."""
+        return self.kv_layout.dtype
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one sequence: the model's or the configured limit, or what the KV cache holds."""
+        return self.engine.max_model_len
+
+
+def create_engine(
+    source: ModelSource,
+    *,
+    dtype: str,
+    max_model_len: int | None,
+    block_size: int,
+    kv_cache_memory: int,
+    scheduler_config: SchedulerConfig,
+    prefix_caching: bool = True,
+) -> CreatedEngine:
+    """Loads the model and allocates its KV cache of ``kv_cache_memory`` bytes.
+
+    Raises ValueError where the settings and the model do not go together, ModelNotFoundError, OSError, and
+    the loader's errors on files it cannot read.
+    """
+    torch_dtype: torch.dtype = resolve_dtype(dtype)
+    layout = kv_layout(load_model_config(source), block_size, torch_dtype)
+    num_blocks = KvCacheStorage.num_blocks_for(layout, kv_cache_memory)
+    if num_blocks < _MIN_BLOCKS:
+        raise ValueError(
+            f"kv_cache_memory is {kv_cache_memory} bytes, but one block of {block_size} tokens of this model "
+            f"takes {layout.block_bytes} bytes in {dtype_name(torch_dtype)}: give it at least "
+            f"{_MIN_BLOCKS * layout.block_bytes}"
+        )
+    model = load_model(
+        source, dtype=torch_dtype, backend=CpuBackend(torch_dtype), max_model_len=max_model_len
+    )
+    storage = KvCacheStorage(layout, num_blocks)
+    fingerprint = model_fingerprint(source)
+    engine = Engine(
+        ModelRunner(model.module, storage),
+        scheduler_config=scheduler_config,
+        kv_layout=layout,
+        num_blocks=num_blocks,
+        eos_token_ids=model.config.eos_token_ids,
+        max_model_len=model.max_model_len,
+        vocab_size=model.config.vocab_size,
+        hash_root=functools.partial(root_hash, fingerprint, layout.fingerprint()),
+        prefix_caching=prefix_caching,
+    )
+    return CreatedEngine(
+        engine=engine,
+        storage=storage,
+        model_config=model.config,
+        model_fingerprint=fingerprint,
+        kv_layout=layout,
+    )

@@ -1,0 +1,137 @@
+"""Which workers this one hands over to or takes from: connected when they register, removed when they leave."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.members import WorkerRecord, incompatibility
+from kv_transfer.transport import Peer, TransferError, Transport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    record: WorkerRecord
+    state: Literal["connecting", "connected", "failed", "leaving"] = "connecting"
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.record.id, self.record.incarnation)
+
+
+class PeerConnections:
+    """Follows the registry's list of workers and keeps the transport connected to the compatible ones.
+
+    Only prefill–decode pairs are connected. A worker under a known id with a larger incarnation is another
+    peer: the old one is lost first. Not thread-safe: ``post`` brings the transport's completions back to the
+    caller's thread.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        own: WorkerRecord,
+        *,
+        post: Callable[[Callable[[], None]], None],
+        on_connected: Callable[[Peer, WorkerRecord], None],
+        on_lost: Callable[[Peer], None],
+    ) -> None:
+        """``on_lost`` runs once the peer is gone *and* its agent is removed here: it cannot write any more."""
+        self._transport = transport
+        self._own = own
+        self._post = post
+        self._on_connected = on_connected
+        self._on_lost = on_lost
+        self._connections: dict[str, _Connection] = {}
+        self._incompatible: dict[str, str] = {}
+
+    def get(self, worker_id: str) -> Peer | None:
+        """The connected peer of that id; None if there is none."""
+        connection = self._connections.get(worker_id)
+        return connection.peer if connection is not None and connection.state == "connected" else None
+
+    @property
+    def incompatible(self) -> dict[str, str]:
+        """Registered workers that are never paired with this one, and why."""
+        return dict(self._incompatible)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no connection is being set up."""
+        return all(connection.state != "connecting" for connection in self._connections.values())
+
+    def update(self, workers: Sequence[WorkerRecord]) -> None:
+        """Take the current list of registered workers. Failed connections are tried again."""
+        wanted = {record.id: record for record in workers if self._is_partner(record)}
+        for worker_id, connection in list(self._connections.items()):
+            record = wanted.get(worker_id)
+            if record is None or record.incarnation > connection.record.incarnation:
+                self._leave(connection)
+        for worker_id, record in wanted.items():
+            known = self._connections.get(worker_id)
+            if known is None:
+                self._connect(_Connection(record))
+            elif known.state == "failed" and record.incarnation == known.record.incarnation:
+                self._connect(known)
+
+    def mark_failed(self, peer: Peer) -> None:
+        """A write to a connected peer failed and the transport dropped it: connect anew while registered."""
+        connection = self._connections.get(peer.worker_id)
+        if connection is not None and connection.peer == peer and connection.state == "connected":
+            connection.state = "failed"
+
+    def _is_partner(self, record: WorkerRecord) -> bool:
+        if record.role == self._own.role or record.id == self._own.id:
+            return False
+        reason = incompatibility(self._own, record)
+        if reason is None:
+            self._incompatible.pop(record.id, None)
+            return True
+        if self._incompatible.get(record.id) != reason:
+            logger.warning("worker %s is not compatible: %s", record.id, reason)
+            self._incompatible[record.id] = reason
+        return False
+
+    def _connect(self, connection: _Connection) -> None:
+        connection.state = "connecting"
+        self._connections[connection.record.id] = connection
+        future = self._transport.add_peer(connection.record)
+        future.add_done_callback(lambda done: self._post(lambda: self._connect_done(connection, done)))
+
+    def _connect_done(self, connection: _Connection, future: Future[None]) -> None:
+        if connection.state != "connecting":
+            return
+        error = future.exception()
+        if error is None:
+            connection.state = "connected"
+            logger.info("connected to %s worker %s", connection.record.role, connection.record.id)
+            self._on_connected(connection.peer, connection.record)
+            return
+        connection.state = "failed"
+        if not isinstance(error, TransferError):
+            logger.error("connecting to %s failed", connection.record.id, exc_info=error)
+        else:
+            logger.warning("connecting to %s failed, will retry: %s", connection.record.id, error)
+
+    def _leave(self, connection: _Connection) -> None:
+        if connection.state == "leaving":
+            return
+        connection.state = "leaving"
+        logger.info("%s worker %s has left", connection.record.role, connection.record.id)
+        future = self._transport.remove_peer(connection.peer)
+        future.add_done_callback(lambda done: self._post(lambda: self._leave_done(connection, done)))
+
+    def _leave_done(self, connection: _Connection, future: Future[None]) -> None:
+        error = future.exception()
+        if error is not None:
+            logger.error("removing the agent of %s failed", connection.record.id, exc_info=error)
+            connection.state = "failed"  # stays known: its blocks must not be reused; update() tries again
+            return
+        if self._connections.get(connection.record.id) is connection:
+            del self._connections[connection.record.id]
+        self._on_lost(connection.peer)

@@ -1,0 +1,353 @@
+"""A prefill worker: computes prompts and pushes their KV blocks into decode workers, chunk by chunk."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+
+from cluster.clock import Clock
+from cluster.members import WorkerRecord
+from cluster.messages import Cancel, HandoffFenced, Message, Prefill, RequestError, RequestTimings, Sealed
+from engine.engine_commands import EngineCommands
+from engine.step_result import NewRequest, PrefillProgress, SequenceOutput, StepResult
+from kv_transfer.handoff import FENCEABLE_STATES, HandoffEvent, HandoffStateError
+from kv_transfer.handoff_ledger import HandoffLedger
+from kv_transfer.transport import Peer, TransferStats, Transport
+from prefill_worker.prefill_request import PrefillRequest, UnconnectedPrefill, engine_id
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_WAIT_S = 5.0  # a decode worker that has just registered may ask before it is connected here
+
+
+class PrefillWorker:
+    """The prefill role. Every method runs in the worker's event loop; the engine runs in its own thread.
+
+    Each accepted ``Prefill`` ends in exactly one answer: a seal, sent behind the data after the last write has
+    landed, or ``HandoffFenced`` after the last write that was under way has ended. Until then its blocks here
+    stay pinned.
+    """
+
+    def __init__(
+        self,
+        *,
+        own: Peer,
+        block_size: int,
+        engine: EngineCommands,
+        transport: Transport,
+        get_peer: Callable[[str], Peer | None],
+        mark_peer_failed: Callable[[Peer], None],
+        clock: Clock,
+        send: Callable[[str, Message], bool],
+        post: Callable[[Callable[[], None]], None],
+        on_sealed: Callable[[RequestTimings], None],
+        on_failed: Callable[[str], None],
+    ) -> None:
+        """``send(decode worker, message)``; ``post`` runs a function in the loop; the last two: metrics."""
+        self._own = own
+        self._block_size = block_size
+        self._engine = engine
+        self._transport = transport
+        self._get_peer = get_peer
+        self._mark_peer_failed = mark_peer_failed
+        self._clock = clock
+        self._send = send
+        self._post = post
+        self._on_sealed = on_sealed
+        self._on_failed = on_failed
+        self._requests: dict[str, PrefillRequest] = {}  # by engine id
+        self._unconnected: list[UnconnectedPrefill] = []
+        self._is_draining = False
+        self.ledger = HandoffLedger()
+
+    @property
+    def num_active(self) -> int:
+        """Prompts in hand, pushes under way included."""
+        return len(self._requests) + len(self._unconnected)
+
+    def drain(self) -> None:
+        """Refuse new prompts from now on; those in hand go on."""
+        self._is_draining = True
+
+    def on_message(self, sender: str, incarnation: int, message: Message) -> None:
+        """A decode worker's message."""
+        if isinstance(message, Prefill):
+            self._accept(
+                UnconnectedPrefill(
+                    message=message,
+                    sender=sender,
+                    incarnation=incarnation,
+                    received_at=self._clock.monotonic(),
+                )
+            )
+        elif isinstance(message, Cancel):
+            self._cancelled(sender, incarnation, message)
+        else:
+            logger.warning("dropped a %s from %s: not for a prefill worker", type(message).__name__, sender)
+
+    def on_peer_connected(self, peer: Peer, record: WorkerRecord) -> None:
+        """A decode worker can be written to now."""
+        waiting, self._unconnected = self._unconnected, []
+        for one in waiting:
+            self._accept(one)
+
+    def on_peer_lost(self, peer: Peer) -> None:
+        """A decode worker is gone and its agent is removed here: nothing is sent to it any more."""
+        for request in list(self._requests.values()):
+            if request.peer == peer:
+                self._fence(request, f"{peer.worker_id} is gone", None)
+        self._unconnected = [
+            one
+            for one in self._unconnected
+            if (one.sender, one.incarnation) != (peer.worker_id, peer.incarnation)
+        ]
+
+    def on_router_lost(self, router: str, incarnation: int) -> None:
+        """Nothing to do: prompts here belong to decode workers, and those cancel them."""
+
+    def on_tick(self) -> None:
+        """Once per report interval: deadlines, and decode workers that could not be connected."""
+        now = self._clock.unix()
+        for request in list(self._requests.values()):
+            if 0 < request.message.deadline <= now and request.output is None:
+                error = RequestError(code="deadline_exceeded", message="the deadline passed during prefill")
+                self._fence(request, error.message, error)
+        oldest = self._clock.monotonic() - _CONNECT_WAIT_S
+        expired = [one for one in self._unconnected if one.received_at < oldest]
+        self._unconnected = [one for one in self._unconnected if one.received_at >= oldest]
+        for one in expired:
+            self._refuse(one, "not_connected", f"{self._own.worker_id} has no connection to {one.sender}")
+
+    def on_step(self, result: StepResult) -> None:
+        """What one engine step did: push the blocks it finished, and seal the prompts it completed."""
+        for progress in result.progress:
+            request = self._requests.get(progress.request_id)
+            if request is not None and not request.is_fencing:
+                self._push_finished_blocks(request, progress, result.started_at)
+        for output in result.outputs:
+            request = self._requests.get(output.request_id)
+            if request is None or request.is_fencing:
+                continue
+            if output.error is not None:
+                error = RequestError(code="engine_error", message=output.error, retryable=True)
+                self._fence(request, output.error, error)
+                continue
+            request.output = output
+            request.sampled_at = self._clock.monotonic()
+            self._settle(request)
+
+    def _accept(self, prefill: UnconnectedPrefill) -> None:
+        message = prefill.message
+        if self._is_draining:
+            self._refuse(prefill, "draining", f"worker {self._own.worker_id} drains")
+            return
+        peer = self._get_peer(prefill.sender)
+        if peer is None or peer.incarnation != prefill.incarnation:
+            self._unconnected.append(prefill)
+            return
+        request = PrefillRequest(
+            message=message,
+            peer=peer,
+            engine_id=engine_id(prefill.sender, message.request_id, message.attempt),
+            received_at=prefill.received_at,
+            next_block=message.first_block,
+        )
+        num_blocks = -(-len(message.prompt_token_ids) // self._block_size)
+        if message.first_block + len(message.block_ids) < num_blocks or message.first_block < 0:
+            self._refuse(
+                prefill,
+                "invalid_request",
+                f"a prompt of {len(message.prompt_token_ids)} tokens has {num_blocks} blocks, but the target is "
+                f"blocks {message.first_block} to {message.first_block + len(message.block_ids) - 1}",
+            )
+            return
+        try:
+            self.ledger.open(
+                request_id=message.request_id,
+                attempt=message.attempt,
+                prefill=self._own,
+                decode=peer,
+                block_ids=tuple(message.block_ids),
+                now=self._clock.unix(),
+                deadline=message.deadline,
+            )
+        except (HandoffStateError, ValueError) as error:
+            self._refuse(prefill, "handoff_conflict", str(error))
+            return
+        self._advance(request, HandoffEvent.STREAM)
+        self._requests[request.engine_id] = request
+        new_request = NewRequest(
+            request_id=request.engine_id,
+            prompt_token_ids=message.prompt_token_ids,
+            sampling=message.sampling,
+            prefill_only=True,
+            cache_salt=message.cache_salt,
+        )
+        now = request.received_at
+        self._engine.run(
+            lambda engine: engine.add_request(new_request, now),
+            on_error=functools.partial(self._engine_refused, request),
+        )
+
+    def _refuse(self, prefill: UnconnectedPrefill, code: str, reason: str) -> None:
+        """Nothing was written and nothing will be."""
+        self._on_failed(code)
+        self._send(
+            prefill.sender,
+            HandoffFenced(
+                request_id=prefill.message.request_id,
+                attempt=prefill.message.attempt,
+                error=RequestError(code=code, message=reason, retryable=True),
+            ),
+        )
+
+    def _engine_refused(self, request: PrefillRequest, error: BaseException) -> None:
+        self._fence(
+            request, str(error), RequestError(code="prefill_refused", message=str(error), retryable=True)
+        )
+
+    def _push_finished_blocks(
+        self, request: PrefillRequest, progress: PrefillProgress, started_at: float
+    ) -> None:
+        num_prompt_tokens = len(request.message.prompt_token_ids)
+        if not request.scheduled_at:
+            request.scheduled_at = started_at
+        request.num_computed_here = num_prompt_tokens - progress.num_cached_tokens
+        is_whole = progress.num_computed_tokens >= num_prompt_tokens
+        end = progress.num_computed_tokens // self._block_size
+        if is_whole:  # the last block may be partly filled
+            end = -(-num_prompt_tokens // self._block_size)
+        start = request.next_block
+        if end <= start:
+            return
+        request.next_block = end
+        request.writes_in_flight += 1
+        offset = request.message.first_block
+        future = self._transport.write_blocks(
+            request.peer,
+            progress.block_ids[start:end],
+            request.message.block_ids[start - offset : end - offset],
+        )
+        future.add_done_callback(lambda done: self._post(lambda: self._write_done(request, done)))
+
+    def _write_done(self, request: PrefillRequest, future: Future[TransferStats]) -> None:
+        request.writes_in_flight -= 1
+        error = future.exception()
+        if error is None:
+            stats = future.result()
+            request.transfer_bytes += stats.num_bytes
+            request.transfer_descriptors += stats.num_descriptors
+            request.transfer_busy_ms += stats.duration_ms
+            if not request.is_fencing:
+                self._advance(request, HandoffEvent.LAND, num_bytes=stats.num_bytes)
+        elif not request.is_fencing:
+            self._mark_peer_failed(request.peer)
+            reason = f"a write to {request.peer.worker_id} failed: {error}"
+            self._fence(request, reason, RequestError(code="transfer_failed", message=reason, retryable=True))
+            return
+        self._settle(request)
+
+    def _cancelled(self, sender: str, incarnation: int, cancel: Cancel) -> None:
+        request = self._requests.get(engine_id(sender, cancel.request_id, cancel.attempt))
+        if request is not None:
+            if request.peer.incarnation == incarnation:
+                self._fence(request, cancel.reason, None)
+            return
+        self._unconnected = [
+            one
+            for one in self._unconnected
+            if (one.sender, one.message.request_id, one.message.attempt)
+            != (sender, cancel.request_id, cancel.attempt)
+        ]
+        # Not here: never arrived, or over. Either way nothing will be written.
+        self._send(sender, HandoffFenced(request_id=cancel.request_id, attempt=cancel.attempt))
+
+    def _fence(self, request: PrefillRequest, reason: str, error: RequestError | None) -> None:
+        """Stop, and say so once the writes under way have ended. Blocks that are being read stay pinned."""
+        if request.is_fencing:
+            return
+        handoff = self.ledger.get(request.message.request_id, request.message.attempt)
+        if handoff is None or handoff.state not in FENCEABLE_STATES:
+            return  # sealed and delivered: it is the decode worker's now
+        if error is not None:
+            self._on_failed(error.code)
+            logger.warning("prefill of %s stopped: %s", request.message.request_id, reason)
+        request.is_fencing = True
+        request.error = error
+        self._advance(request, HandoffEvent.FENCE, reason=reason)
+        self._engine.run(lambda engine: engine.abort(request.engine_id, hold=True))
+        self._settle(request)
+
+    def _settle(self, request: PrefillRequest) -> None:
+        """Go on once no write is under way: confirm the fence, or seal."""
+        if request.writes_in_flight or request.engine_id not in self._requests:
+            return
+        if request.is_fencing:
+            self._end(request, HandoffEvent.FENCED)
+            self._send(
+                request.peer.worker_id,
+                HandoffFenced(
+                    request_id=request.message.request_id,
+                    attempt=request.message.attempt,
+                    error=request.error,
+                ),
+            )
+        elif request.output is not None:
+            self._seal(request, request.output)
+
+    def _seal(self, request: PrefillRequest, output: SequenceOutput) -> None:
+        timings = RequestTimings(
+            prefill_ms=(request.sampled_at - request.scheduled_at) * 1000,
+            transfer_ms=(self._clock.monotonic() - request.sampled_at) * 1000,
+            transfer_busy_ms=request.transfer_busy_ms,
+            transfer_bytes=request.transfer_bytes,
+            transfer_descriptors=request.transfer_descriptors,
+            num_computed_tokens=request.num_computed_here,
+            prefill_worker=self._own.worker_id,
+        )
+        sealed = Sealed(
+            request_id=request.message.request_id,
+            attempt=request.message.attempt,
+            incarnation=self._own.incarnation,
+            token_id=output.token_ids[0],
+            logprobs=None if output.logprobs is None else output.logprobs[0],
+            timings=timings,
+        )
+        self._advance(request, HandoffEvent.SEAL)
+        future = self._transport.notify(request.peer, msgspec.msgpack.encode(sealed))
+        future.add_done_callback(lambda done: self._post(lambda: self._seal_done(request, timings, done)))
+
+    def _seal_done(self, request: PrefillRequest, timings: RequestTimings, future: Future[None]) -> None:
+        if request.engine_id not in self._requests:
+            return
+        error = future.exception()
+        if error is not None and not request.is_fencing:
+            self._mark_peer_failed(request.peer)
+            reason = f"the seal could not be sent to {request.peer.worker_id}: {error}"
+            self._fence(request, reason, RequestError(code="transfer_failed", message=reason, retryable=True))
+            return
+        self._advance(request, HandoffEvent.ACTIVATE)
+        self._end(request, HandoffEvent.RELEASE)
+        self._on_sealed(timings)
+
+    def _end(self, request: PrefillRequest, event: HandoffEvent) -> None:
+        self._advance(request, event)
+        self.ledger.close(request.message.request_id, request.message.attempt)
+        del self._requests[request.engine_id]
+        self._engine.run(lambda engine: engine.release(request.engine_id))
+
+    def _advance(
+        self, request: PrefillRequest, event: HandoffEvent, *, num_bytes: int = 0, reason: str = ""
+    ) -> None:
+        self.ledger.transition(
+            request.message.request_id,
+            request.message.attempt,
+            event,
+            self._clock.unix(),
+            num_bytes=num_bytes,
+            reason=reason,
+        )

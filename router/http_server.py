@@ -1,0 +1,81 @@
+"""The HTTP listener: a socket bound before anything else, and uvicorn on it without its signal handlers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 65  # longer than the minute after which most clients and proxies drop an idle connection
+
+
+class HttpServer(uvicorn.Server):
+    """One uvicorn server on an own socket.
+
+    Who owns the process decides what a signal means: ``stop_accepting`` begins the shutdown, and ``serve``
+    returns when the last connection has ended or the grace period is over.
+    """
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, *, shutdown_grace_s: int) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=shutdown_grace_s,
+            )
+        )
+        self._listener = listener
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer requests until ``stop_accepting``."""
+        await super().serve(sockets or [self._listener])
+
+    def stop_accepting(self) -> None:
+        """Close the listening socket and idle connections; requests that have begun go on."""
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leaves the process's signal handlers alone."""
+        yield
+
+
+def bind_listener(host: str, port: int) -> socket.socket:
+    """Bind a TCP socket; port 0 takes a free one. Raises OSError that says what could not be bound."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise OSError(error.errno, f"router.host is {host!r}, which is no address here: {error}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise OSError(
+            error.errno, f"cannot listen on router.host {host!r}, router.port {port}: {error.strerror}"
+        ) from None
+    return listener
+
+
+def listener_url(listener: socket.socket) -> str:
+    """The http URL that other machines reach ``listener`` at: the host's name where it is bound to all."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

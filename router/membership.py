@@ -1,0 +1,76 @@
+"""Keeps a router registered, and its view of the cluster current."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from cluster.members import RouterRecord
+from cluster.registry import Registry, RegistryUnavailableError
+from router.cluster_view import ClusterView
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S = 0.1
+_LONGEST_RETRY_S = 2.0
+
+
+class Membership:
+    """A router's place in the registry. The registry may come later than the router, and may go away."""
+
+    def __init__(
+        self, registry: Registry, record: RouterRecord, view: ClusterView, *, heartbeat_s: float
+    ) -> None:
+        self._registry = registry
+        self._record = record
+        self._view = view
+        self._heartbeat_s = heartbeat_s
+        self._has_members = False
+        self._problem = ""
+
+    @property
+    def problem(self) -> str:
+        """Why the router does not know the cluster's members yet; "" once it does."""
+        return "" if self._has_members else self._problem or "the members of the cluster are not known yet"
+
+    async def run(self) -> None:
+        """Register, follow the members and renew subscriptions; ends only by cancellation or an error.
+
+        Raises StaleIncarnationError if a newer process has taken this router's id.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._register(), name="register router")
+            tasks.create_task(self._watch(), name="registry watch")
+            tasks.create_task(self._renew_subscriptions(), name="worker subscriptions")
+
+    async def withdraw(self) -> None:
+        """Leave the registry. Failures are logged: the lease ends it too."""
+        try:
+            await self._registry.withdraw(self._record)
+        except RegistryUnavailableError as error:
+            logger.warning("could not withdraw from the registry, the lease will end: %s", error)
+
+    async def _register(self) -> None:
+        retry_s = _FIRST_RETRY_S
+        while True:
+            try:
+                await self._registry.register(self._record)
+                return
+            except RegistryUnavailableError as error:
+                self._problem = str(error)
+                logger.warning("waiting for the registry: %s", error)
+                await asyncio.sleep(retry_s)
+                retry_s = min(_LONGEST_RETRY_S, retry_s * 2)
+
+    async def _watch(self) -> None:
+        async for members in self._registry.watch():
+            self._has_members = True
+            try:
+                self._view.update(members.workers, members.routers)
+            except Exception:  # the next change, or the next heartbeat, brings the members again
+                logger.exception("taking over the list of members failed")
+
+    async def _renew_subscriptions(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            self._view.heartbeat()

@@ -1,0 +1,191 @@
+"""The router process: HTTP server, registry and connections to workers, from start to clean exit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import uvloop
+
+from cluster.config import LeadoutConfig
+from cluster.gguf import GgufFile
+from cluster.logging_setup import configure_logging
+from cluster.members import RouterRecord, WorkerRecord
+from cluster.messages import Envelope
+from cluster.model_source import ModelSource, resolve_model
+from cluster.registry import Registry, StaleIncarnationError
+from cluster.rpc import RpcConnection
+from router.app import create_app
+from router.http_server import HttpServer, bind_listener, listener_url
+from router.membership import Membership
+from router.policy.choose_workers import PolicySettings
+from router.services import RouterLimits, RouterServices, build_services
+from text_pipeline.text_model import TextModel, load_text_model
+
+logger = logging.getLogger(__name__)
+
+_CANCEL_GRACE_S = 2  # for cancelled requests to tell their clients
+
+
+def run_router(config: LeadoutConfig, router_id: str | None = None) -> int:
+    """Serve the API until SIGTERM or SIGINT; returns the exit status.
+
+    The server answers before any worker or the registry is there; ``/ready`` says when it can serve. Raises
+    what is wrong with the configuration or the machine: OSError if the port cannot be bound,
+    ModelNotFoundError, TokenizerError, ChatTemplateError, GgufFormatError.
+    """
+    router_id = router_id or f"router-{socket.gethostname()}-{os.getpid()}"
+    configure_logging(config.log, process=router_id)
+    listener = bind_listener(config.router.host, config.router.port)
+    source = resolve_model(config.model.source)
+    router = RouterProcess(
+        config,
+        router_id=router_id,
+        model_name=config.model.served_name or source.default_name,
+        text_model=load_text_model_of(source),
+        listener=listener,
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(router.run())
+
+
+def load_text_model_of(source: ModelSource) -> TextModel:
+    """Tokenizer and chat template of a model on disk, without its weights.
+
+    Raises TokenizerError, ChatTemplateError, GgufFormatError.
+    """
+    if source.kind == "hf":
+        return load_text_model("hf", source.path)
+    with GgufFile.open(source.path) as gguf:
+        return load_text_model("gguf", source.path, gguf.metadata)
+
+
+class RouterProcess:
+    """The parts of one router process and their lifetime."""
+
+    def __init__(
+        self,
+        config: LeadoutConfig,
+        *,
+        router_id: str,
+        model_name: str,
+        text_model: TextModel,
+        listener: socket.socket,
+    ) -> None:
+        self._config = config
+        self._incarnation = time.time_ns()
+        self._listener = listener
+        self._num_signals = 0
+        self._signalled = asyncio.Event()
+        self.record = RouterRecord(
+            id=router_id,
+            incarnation=self._incarnation,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            address=listener_url(listener),
+            started_at=time.time(),
+        )
+        self.services: RouterServices = build_services(
+            router_id=router_id,
+            model_name=model_name,
+            text_model=text_model,
+            limits=RouterLimits(
+                request_timeout_ms=config.router.request_timeout_ms,
+                max_request_body=config.router.max_request_body,
+                max_concurrent_requests=config.router.max_concurrent_requests,
+                max_n=config.router.max_n,
+            ),
+            settings=PolicySettings(local_prefill_max_tokens=config.router.local_prefill_max_tokens),
+            connect=self._connect,
+        )
+
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT, then drain: 0. 1 if a newer process has this router's id."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        drain_s = self._config.router.drain_grace_ms / 1000
+        server = HttpServer(
+            create_app(self.services),
+            self._listener,
+            shutdown_grace_s=math.ceil(drain_s) + _CANCEL_GRACE_S,
+        )
+        registry = Registry(self._config.registry)
+        membership = Membership(
+            registry,
+            self.record,
+            self.services.view,
+            heartbeat_s=self._config.registry.heartbeat_ms / 1000,
+        )
+        self.services.registry_problem = lambda: membership.problem
+        serving = asyncio.create_task(server.serve(), name="http server")
+        member = asyncio.create_task(membership.run(), name="membership")
+        logger.info(
+            "router %s serves %s at %s", self.record.id, self.services.model_name, self.record.address
+        )
+        try:
+            status = await self._until_stopped(serving, member, registry)
+            await self._drain(server, serving, drain_s)
+            return status
+        finally:
+            serving.cancel()
+            member.cancel()
+            await asyncio.gather(serving, member, return_exceptions=True)
+            await membership.withdraw()
+            self.services.view.close()
+            await registry.close()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Begin the shutdown; the second call cuts the drain short."""
+        self._num_signals += 1
+        self._signalled.set()
+
+    def _connect(self, record: WorkerRecord, on_message: Callable[[Envelope], None]) -> RpcConnection:
+        return RpcConnection(
+            record.address, sender=self.record.id, incarnation=self._incarnation, on_message=on_message
+        )
+
+    async def _until_stopped(
+        self, serving: asyncio.Task[None], member: asyncio.Task[None], registry: Registry
+    ) -> int:
+        signalled = asyncio.create_task(self._signalled.wait())
+        superseded = asyncio.create_task(registry.superseded.wait())
+        try:
+            await asyncio.wait({serving, member, signalled, superseded}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            signalled.cancel()
+            superseded.cancel()
+        if serving.done():
+            serving.result()  # raises what ended it
+        if member.done():
+            error = member.exception()
+            if not isinstance(error, ExceptionGroup) or error.subgroup(StaleIncarnationError) is None:
+                member.result()  # raises what ended it
+        if member.done() or registry.superseded.is_set():
+            logger.error("stopping: a newer process has the id %s", self.record.id)
+            return 1
+        return 0
+
+    async def _drain(self, server: HttpServer, serving: asyncio.Task[None], drain_s: float) -> None:
+        """Stop accepting, let what runs finish for ``drain_s``, then cancel the rest."""
+        services = self.services
+        services.is_draining = True
+        logger.info("draining: %d sequences in flight", len(services.dispatcher.in_flight))
+        server.stop_accepting()
+        if self._num_signals < 2:
+            self._signalled.clear()
+            impatient = asyncio.create_task(self._signalled.wait())
+            await asyncio.wait({serving, impatient}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+            impatient.cancel()
+        if not serving.done():
+            logger.warning("cancelling %d sequences", len(services.dispatcher.in_flight))
+            services.dispatcher.close_all("shutdown")
+            await asyncio.wait({serving}, timeout=_CANCEL_GRACE_S)
