@@ -1,0 +1,135 @@
+"""A real local cluster, started by the command line as a user would, for tests that need several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+MODEL = "smollm2-135m-instruct"
+START_TIMEOUT_S = 120.0
+
+
+class RunningCluster:
+    """``leadout serve`` as a child process; ready when the constructor returns."""
+
+    def __init__(self, *, prefill: int, decode: int, settings: Mapping[str, str] | None = None) -> None:
+        self.url = f"http://127.0.0.1:{_free_port()}"
+        self.num_workers = prefill + decode
+        self._log = tempfile.NamedTemporaryFile(prefix="leadout-test-", suffix=".log")  # noqa: SIM115
+        options = [
+            *("--prefill", str(prefill), "--decode", str(decode), "--port", self.url.rsplit(":", 1)[1]),
+            *("--set", "engine.kv_cache_memory=256MiB", "--verbose"),
+        ]
+        for key, value in (settings or {}).items():
+            options += ["--set", f"{key}={value}"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("LEADOUT_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "leadout", "serve", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+        self.wait_until(lambda: self.ready_workers() == self.num_workers, START_TIMEOUT_S)
+
+    @property
+    def log(self) -> str:
+        """What all processes have logged."""
+        return Path(self._log.name).read_text(errors="replace")
+
+    def workers(self) -> list[dict[str, Any]]:
+        """``workers`` of ``/cluster``; empty if the router does not answer."""
+        try:
+            response = httpx.get(f"{self.url}/cluster", timeout=5)
+        except httpx.HTTPError:
+            return []
+        workers: list[dict[str, Any]] = response.json()["workers"]
+        return workers
+
+    def ready_workers(self) -> int:
+        """How many workers take requests."""
+        return sum(worker["state"] == "ready" for worker in self.workers())
+
+    def pid(self, worker_id: str) -> int:
+        """The process of a worker."""
+        return next(int(worker["pid"]) for worker in self.workers() if worker["id"] == worker_id)
+
+    def leaked_blocks(self) -> dict[str, dict[str, int]]:
+        """Blocks that are not free on workers without requests, and why; empty if nothing is leaked."""
+        leaks = {}
+        for worker in self.workers():
+            load = worker["load"]
+            counts = {
+                name: load[name]
+                for name in (
+                    "running",
+                    "waiting",
+                    "waiting_for_remote_kv",
+                    "kv_blocks_reserved",
+                    "kv_blocks_pinned",
+                    "kv_blocks_quarantined",
+                    "handoffs_active",
+                )
+                if load[name]
+            }
+            if load["kv_blocks_free"] != load["kv_blocks_total"]:
+                counts["used"] = load["kv_blocks_total"] - load["kv_blocks_free"]
+            if counts:
+                leaks[worker["id"]] = counts
+        return leaks
+
+    def wait_until_idle(self, timeout_s: float = 15.0) -> None:
+        """Until all workers are there and no block is in use. Fails with what is leaked."""
+        self.wait_until(
+            lambda: len(self.workers()) == self.num_workers and not self.leaked_blocks(), timeout_s
+        )
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Poll ``condition``; fails with the workers' state and the end of the log."""
+        give_up_at = time.monotonic() + timeout_s
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > give_up_at:
+                state = json.dumps(self.workers(), indent=1)
+                raise AssertionError(
+                    f"not so after {timeout_s} s (exit status {self.process.poll()}):\n{state}\n"
+                    f"leaked: {self.leaked_blocks()}\n{self.log[-6000:]}"
+                )
+            time.sleep(0.05)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """``POST /v1/completions``, greedy unless ``body`` says otherwise; fails unless it is a 200."""
+        response = httpx.post(
+            f"{self.url}/v1/completions",
+            json={"model": MODEL, "temperature": 0, "max_tokens": 16, **body},
+            timeout=240,
+        )
+        assert response.status_code == 200, f"{response.status_code}: {response.text}\n{self.log[-6000:]}"
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def stop(self) -> int:
+        """SIGTERM, as a service manager would; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(60)
+        finally:
+            self.process.kill()
+            self._log.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

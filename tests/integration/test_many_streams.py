@@ -1,0 +1,107 @@
+"""Many streams at once, and streams that their clients leave."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.integration.running_cluster import MODEL, RunningCluster
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
+
+WORDS = "river stone lamp garden seven quiet paper window copper orchard".split()
+
+
+def prompt_of(index: int) -> str:
+    rng = random.Random(index)
+    return " ".join(rng.choices(WORDS, k=rng.choice((3, 20, 60, 150))))
+
+
+def stream(cluster: RunningCluster, index: int) -> tuple[int, str]:
+    """Token count from the usage chunk, and the finish reason."""
+    body = {
+        "model": MODEL,
+        "prompt": prompt_of(index),
+        "max_tokens": 4 + index % 13,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    finish, tokens, ended = "", 0, False
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=300) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if not line:
+                continue
+            assert line.startswith("data: "), line
+            if line == "data: [DONE]":
+                ended = True
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            for choice in chunk["choices"]:
+                finish = choice["finish_reason"] or finish
+            if chunk.get("usage"):
+                tokens = chunk["usage"]["completion_tokens"]
+    assert ended
+    return tokens, finish
+
+
+def test_64_streams_of_mixed_length_leave_nothing_behind(one_prefill_one_decode: RunningCluster) -> None:
+    cluster = one_prefill_one_decode
+    with ThreadPoolExecutor(64) as pool:
+        results = list(pool.map(lambda index: stream(cluster, index), range(64)))
+    assert results == [(4 + index % 13, "length") for index in range(64)]
+    cluster.wait_until_idle()
+    metrics = httpx.get(f"{cluster.url}/metrics").text
+    assert 'leadout_router_requests_total{endpoint="completions",status="200"}' in metrics
+    for worker in cluster.workers():
+        text = httpx.get(worker["metrics_address"]).text
+        assert "leadout_worker_kv_blocks_quarantined 0.0" in text
+        assert "leadout_worker_running 0.0" in text
+    assert "Traceback" not in cluster.log
+
+
+def test_a_client_that_leaves_frees_its_blocks_on_both_workers(
+    one_prefill_one_decode: RunningCluster,
+) -> None:
+    cluster = one_prefill_one_decode
+    cluster.wait_until_idle()
+    body = {
+        "model": MODEL,
+        "prompt": prompt_of(1000) * 3,
+        "max_tokens": 2000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        cluster.wait_until(lambda: "decode-0" in cluster.leaked_blocks(), 5)
+    left_at = time.monotonic()
+    cluster.wait_until_idle(5)
+    print(f"blocks were free {time.monotonic() - left_at:.2f} s after the client left")
+
+
+def test_a_client_that_leaves_during_prefill_frees_its_blocks(one_prefill_one_decode: RunningCluster) -> None:
+    cluster = one_prefill_one_decode
+    cluster.wait_until_idle()
+    prompt = " ".join(f"word{number}" for number in range(700))  # seconds of prefill
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8}
+
+    def post_and_leave() -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=1.0)
+
+    client = threading.Thread(target=post_and_leave)
+    client.start()
+    cluster.wait_until(lambda: "prefill-0" in cluster.leaked_blocks(), 5)
+    client.join()
+    cluster.wait_until_idle(5)
+    assert cluster.complete(prompt="Still there?", max_tokens=2)["choices"][0]["finish_reason"] == "length"
