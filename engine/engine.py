@@ -113,10 +113,11 @@ class Engine:
         may still write into them. Without, they are free at once: only after the peer is fenced. With
         ``hold``, its blocks stay until ``release``: a transfer may still read them.
         """
+        # Also of a request that its first token has finished, before a step could report that.
+        self._pending_outputs = [out for out in self._pending_outputs if out.request_id != request_id]
         if not self._scheduler.abort(request_id, quarantine=quarantine, hold=hold):
             return False
         self._token_counts.pop(request_id, None)
-        self._pending_outputs = [out for out in self._pending_outputs if out.request_id != request_id]
         return True
 
     def activate(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> None:

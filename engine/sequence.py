@@ -73,7 +73,7 @@ class Sequence:
         self.sampling: SamplingParams = request.sampling
         self.all_token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens: int = len(request.prompt_token_ids)
-        self.remote_prefill: bool = request.remote_prefill  # False again once the remote side has failed
+        self.remote_prefill: bool = request.remote_prefill  # False again once that is over
         self.prefill_only: bool = request.prefill_only
         self.arrived_at = arrived_at  # seconds on the caller's clock
         self.arrival_index = arrival_index

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,9 +43,9 @@ def main() -> None:
         app()
     except ConfigError as error:
         _fail(str(error), 2)
-    except (UserError, ValueError, OSError, RuntimeError) as error:
-        if "--debug" in sys.argv:
-            raise
+    except UserError as error:
+        _fail(str(error), 1)
+    except (ValueError, OSError, RuntimeError) as error:
         _fail(f"{type(error).__name__}: {error}", 1)
 
 
@@ -124,6 +126,128 @@ def decode_worker(
 
     overrides = {"registry": {"url": registry}, "model": {"source": model}}
     raise typer.Exit(run_worker(_load(config, settings, overrides), "decode", id))
+
+
+@app.command()
+def chat(
+    url: Url = DEFAULT_URL,
+    model: Annotated[
+        str | None, typer.Option(help="Model name; the server's first one if not given.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+) -> None:
+    """Talk to a served model in the terminal."""
+    from leadout.bench.run import find_model
+    from leadout.chat import run_chat
+
+    base = _base_url(url)
+    run_chat(
+        base,
+        model or asyncio.run(find_model(base)),
+        system=system,
+        temperature=temperature,
+        max_tokens=max_tokens,
+    )
+
+
+@app.command()
+def bench(
+    url: Url = DEFAULT_URL,
+    model: Annotated[
+        str | None, typer.Option(help="Model name; the server's first one if not given.")
+    ] = None,
+    num_requests: Annotated[int, typer.Option(help="Requests to send.")] = 32,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Most requests at once; no limit if not given.")
+    ] = None,
+    request_rate: Annotated[
+        float | None, typer.Option(help="Requests per second, Poisson; all at once if not given.")
+    ] = None,
+    input_len: Annotated[int, typer.Option(help="Length of a synthetic prompt, in words.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
+    length_spread: Annotated[float, typer.Option(help="Lengths vary by ± this share.")] = 0.0,
+    shared_prefix_len: Annotated[int, typer.Option(help="Words that all prompts share.")] = 0,
+    dataset: Annotated[
+        Path | None, typer.Option(help='Prompts: a JSON object {"prompt", "max_tokens"} per line.')
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Generate exactly the asked number of tokens.")] = True,
+    warmup: Annotated[int, typer.Option(help="Requests before the measurement.")] = 2,
+    goodput: Annotated[
+        str | None, typer.Option(help="Limits in ms, as ttft=500,tpot=50,e2e=5000; any of them.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Measure an OpenAI-compatible server: TTFT, ITL, TPOT, throughput, goodput."""
+    from leadout.bench.client import Target
+    from leadout.bench.run import find_model, run_bench
+    from leadout.bench.statistics import Goodput
+    from leadout.bench.workload import WorkloadSettings, synthetic_workload, workload_from_file
+
+    settings = WorkloadSettings(
+        num_requests=num_requests,
+        input_len=input_len,
+        output_len=output_len,
+        length_spread=length_spread,
+        shared_prefix_len=shared_prefix_len,
+        request_rate=request_rate,
+        seed=seed,
+    )
+    workload = synthetic_workload(settings) if dataset is None else workload_from_file(dataset, settings)
+    limits = None if goodput is None else Goodput(**_limits(goodput))
+    base = _base_url(url)
+    target = Target(
+        url=base,
+        model=model or asyncio.run(find_model(base)),
+        ignore_eos=ignore_eos,
+        headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+    )
+    result = run_bench(
+        target, workload, concurrency=concurrency, num_warmup=warmup, goodput=limits, as_json=as_json
+    )
+    raise typer.Exit(1 if result.num_failed else 0)
+
+
+@app.command()
+def status(
+    url: Url = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the router's answer as it is.")] = False,
+    watch: Annotated[float | None, typer.Option(help="Refresh each so many seconds.")] = None,
+) -> None:
+    """Show what runs where, and how busy it is. Exit status 1 if nothing can be served."""
+    from leadout.status import run_status
+
+    raise typer.Exit(run_status(_base_url(url), as_json=as_json, watch_s=watch))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(importlib.metadata.version("leadout"))
+
+
+def _base_url(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _limits(text: str) -> dict[str, float]:
+    limits = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            if name not in ("ttft", "tpot", "e2e"):
+                raise ValueError
+            limits[f"{name}_ms"] = float(value)
+        except ValueError:
+            raise UserError(
+                f"--goodput {text!r}: expected ttft=, tpot= or e2e= with ms, like ttft=500,tpot=50"
+            ) from None
+    return limits
 
 
 def _load(file: Path | None, settings: list[str] | None, overrides: dict[str, Any]) -> LeadoutConfig:

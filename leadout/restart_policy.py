@@ -1,4 +1,4 @@
-"""When a process that died is started again, and when that is given up. Time is an argument: nothing here waits."""
+"""When a process that died is started again, and when that is given up. Time is an argument."""
 
 from __future__ import annotations
 

@@ -132,6 +132,7 @@ class Scheduler:
         self.kv_cache.remote_writer_done(request_id)
         self.kv_cache.register_computed(sequence)
         del self._reserved[request_id]
+        sequence.remote_prefill = False  # if it is preempted, it is recomputed here
         sequence.status = SequenceStatus.RUNNING
         self._running[request_id] = sequence
         return self._append_token(sequence, SampledToken(token_id=first_token, logprobs=logprobs))

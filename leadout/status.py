@@ -1,0 +1,72 @@
+"""``leadout status``: the cluster as its router sees it."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from leadout.errors import UserError
+
+_STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "magenta"}
+
+
+def run_status(url: str, *, as_json: bool, watch_s: float | None) -> int:
+    """Print the state, once or each ``watch_s`` seconds; 1 if no decode worker is ready."""
+    state = fetch_state(url)
+    if as_json:
+        print(json.dumps(state, indent=1))
+    elif watch_s is None:
+        Console().print(state_table(state))
+        for item in state.get("incompatible", []):
+            Console().print(f"not paired: {' and '.join(item['workers'])}: {item['reason']}", style="yellow")
+    else:
+        with Live(state_table(state), auto_refresh=False) as live:
+            while True:
+                time.sleep(watch_s)
+                live.update(state_table(fetch_state(url)), refresh=True)
+    is_serving = any(one["role"] == "decode" and one["state"] == "ready" for one in state["workers"])
+    return 0 if is_serving else 1
+
+
+def fetch_state(url: str) -> dict[str, Any]:
+    """The router's ``/cluster``. Raises UserError if there is no router."""
+    try:
+        response = httpx.get(f"{url}/cluster", timeout=10, trust_env=False)
+        response.raise_for_status()
+        state: dict[str, Any] = response.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise UserError(f"no Leadout router answers at {url}: {error}") from None
+    return state
+
+
+def state_table(state: dict[str, Any]) -> Table:
+    """Workers and routers, one per row."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("process")
+    table.add_column("role")
+    table.add_column("state")
+    for column in ("pid", "running", "waiting", "KV free / total", "reserved", "pinned", "quarantined"):
+        table.add_column(column, justify="right")
+    for worker in state["workers"]:
+        load = worker["load"]
+        table.add_row(
+            worker["id"],
+            worker["role"],
+            f"[{_STATE_STYLES.get(worker['state'], 'red')}]{worker['state']}[/]",
+            str(worker["pid"]),
+            str(load["running"]),
+            str(load["waiting"] + load["waiting_for_remote_kv"]),
+            f"{load['kv_blocks_free']} / {load['kv_blocks_total']}",
+            str(load["kv_blocks_reserved"]),
+            str(load["kv_blocks_pinned"]),
+            str(load["kv_blocks_quarantined"]),
+        )
+    for router in state["routers"]:
+        table.add_row(router["id"], "router", "[green]ready[/]", str(router["pid"]), *[""] * 6)
+    return table
