@@ -210,7 +210,7 @@ class _AsyncSocket:
 def _decode(payload: bytes) -> Envelope | None:
     try:
         return _decoder.decode(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:  # the latter: absurdly nested
         logger.warning("dropped a malformed message of %d bytes: %s", len(payload), error)
         return None
 

@@ -16,6 +16,7 @@ from cluster.rpc import RpcServer
 
 logger = logging.getLogger(__name__)
 
+_WATCH_RETRY_S = 1.0
 
 @dataclass(slots=True)
 class _Subscriber:
@@ -153,9 +154,17 @@ class WorkerShell:
                 self._on_router_lost(router, subscriber.incarnation)
 
     async def _watch(self) -> None:
-        async for members in self._registry.watch():
-            self._registered_routers = frozenset((one.id, one.incarnation) for one in members.routers)
+        while True:
             try:
-                self._on_members(members)
-            except Exception:
-                logger.exception("taking over the list of members failed")
+                async for members in self._registry.watch():
+                    self._take_over(members)
+            except Exception:  # a worker that no longer sees who comes and goes would be of little use
+                logger.exception("watching the registry failed, trying again in %s s", _WATCH_RETRY_S)
+            await asyncio.sleep(_WATCH_RETRY_S)
+
+    def _take_over(self, members: Members) -> None:
+        self._registered_routers = frozenset((one.id, one.incarnation) for one in members.routers)
+        try:
+            self._on_members(members)
+        except Exception:
+            logger.exception("taking over the list of members failed")

@@ -19,7 +19,7 @@ from engine.ops.cpu import CpuBackend
 from engine.ops.dtypes import dtype_name, resolve_dtype
 from engine.scheduler.config import SchedulerConfig
 
-_MIN_BLOCKS = 2  # the null block, and one to compute in
+_MIN_TOKENS = 2  # a prompt of one token and its answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,16 @@ class CreatedEngine:
         """Most tokens of one sequence: the model's or the configured limit, or what the KV cache holds."""
         return self.engine.max_model_len
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids go from 0 to one less than this."""
+        return self.model_config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer, as the model's files name them."""
+        return self.model_config.eos_token_ids
+
 
 def create_engine(
     source: ModelSource,
@@ -53,7 +63,11 @@ def create_engine(
     scheduler_config: SchedulerConfig,
     prefix_caching: bool = True,
 ) -> CreatedEngine:
-    """Loads the model and allocates its KV cache of ``kv_cache_memory`` bytes.
+    """Loads the model and allocates its KV cache of at most ``kv_cache_memory`` bytes.
+
+    ``dtype`` is float32, bfloat16, or auto: bfloat16 where the CPU computes in it natively. ``max_model_len``
+    and ``block_size`` are in tokens; where the KV cache holds less than ``max_model_len`` (None: all that the
+    model allows), sequences end at what it holds.
 
     Raises ValueError where the settings and the model do not go together, ModelNotFoundError, OSError, and
     the loader's errors on files it cannot read.
@@ -61,11 +75,12 @@ def create_engine(
     torch_dtype: torch.dtype = resolve_dtype(dtype)
     layout = kv_layout(load_model_config(source), block_size, torch_dtype)
     num_blocks = KvCacheStorage.num_blocks_for(layout, kv_cache_memory)
-    if num_blocks < _MIN_BLOCKS:
+    min_blocks = 1 + -(-_MIN_TOKENS // block_size)  # with the null block, which holds no sequence
+    if num_blocks < min_blocks:
         raise ValueError(
             f"kv_cache_memory is {kv_cache_memory} bytes, but one block of {block_size} tokens of this model "
             f"takes {layout.block_bytes} bytes in {dtype_name(torch_dtype)}: give it at least "
-            f"{_MIN_BLOCKS * layout.block_bytes}"
+            f"{min_blocks * layout.block_bytes}"
         )
     model = load_model(
         source, dtype=torch_dtype, backend=CpuBackend(torch_dtype), max_model_len=max_model_len

@@ -67,6 +67,9 @@ class PeerConnections:
 
     def update(self, workers: Sequence[WorkerRecord]) -> None:
         """Take the current list of registered workers. Failed connections are tried again."""
+        registered = {record.id for record in workers}
+        for worker_id in self._incompatible.keys() - registered:
+            del self._incompatible[worker_id]
         wanted = {record.id: record for record in workers if self._is_partner(record)}
         for worker_id, connection in list(self._connections.items()):
             record = wanted.get(worker_id)
@@ -87,6 +90,7 @@ class PeerConnections:
 
     def _is_partner(self, record: WorkerRecord) -> bool:
         if record.role == self._own.role or record.id == self._own.id:
+            self._incompatible.pop(record.id, None)
             return False
         reason = incompatibility(self._own, record)
         if reason is None:

@@ -75,6 +75,7 @@ def make_engine(
     block_size: int = 4,
     max_model_len: int = 128,
     runner: PrefixRunner | None = None,
+    prefix_caching: bool = True,
     **config: object,
 ) -> tuple[Engine, PrefixRunner]:
     """An engine over a new ``PrefixRunner``; ``config`` are fields of SchedulerConfig."""
@@ -90,6 +91,7 @@ def make_engine(
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         hash_root=partial(root_hash, "prefix-model", layout.fingerprint()),
+        prefix_caching=prefix_caching,
     )
     return engine, runner
 
@@ -120,7 +122,7 @@ class Collector:
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, SequenceOutput] = {}
         self.results: list[StepResult] = []
-        self.cached: set[bytes] = set()  # the prefix cache as its events tell it
+        self.cached = set(engine.cached_block_hashes())  # the prefix cache as its events tell it
 
     def step(self) -> StepResult:
         result = self.engine.step(self.now)

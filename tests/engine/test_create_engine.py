@@ -1,0 +1,218 @@
+"""From files and settings to a running engine, and what is refused on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.block_hash import hash_blocks, root_hash
+from cluster.gguf import GgufFile
+from cluster.model_source import (
+    BUNDLED_MODEL,
+    ModelNotFoundError,
+    ModelSource,
+    model_fingerprint,
+    resolve_model,
+)
+from cluster.sampling_params import SamplingParams
+from engine.create_engine import CreatedEngine, create_engine
+from engine.engine import Engine
+from engine.models.config import ModelConfigError
+from engine.ops.dtypes import dtype_name, resolve_dtype
+from engine.scheduler.config import SchedulerConfig
+from engine.step_result import NewRequest, SequenceOutput
+from tests.engine.models.tiny_models import COMMON, reference_model, save
+from text_pipeline.text_model import TextModel, load_text_model
+
+BLOCK_SIZE = 16
+# Two layers of two KV heads of eight elements, K and V, float32.
+BLOCK_BYTES = 2 * 2 * 2 * 8 * BLOCK_SIZE * 4
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    folder = save(reference_model("llama"), Path(tmp_path_factory.mktemp("llama")))
+    return ModelSource("hf", folder, "tiny")
+
+
+def create(source: ModelSource, **changes: Any) -> CreatedEngine:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": None,
+        "block_size": BLOCK_SIZE,
+        "kv_cache_memory": 40 * BLOCK_BYTES,
+        "scheduler_config": SchedulerConfig(),
+    }
+    return create_engine(source, **(settings | changes))
+
+
+def run(engine: Engine, prompt: list[int], max_tokens: int, request_id: str = "r") -> list[SequenceOutput]:
+    """All outputs of one greedy request."""
+    sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=False)
+    engine.add_request(
+        NewRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling), now=0.0
+    )
+    outputs: list[SequenceOutput] = []
+    while not outputs or outputs[-1].finish_reason is None:
+        assert engine.has_work()
+        outputs.extend(engine.step(now=0.0).outputs)
+    return outputs
+
+
+def tokens_of(outputs: list[SequenceOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_everything_the_process_must_know(tiny: ModelSource) -> None:
+    created = create(tiny)
+    assert created.vocab_size == COMMON["vocab_size"]
+    assert created.eos_token_ids == (2,)
+    assert created.max_model_len == COMMON["max_position_embeddings"]
+    assert created.dtype == "float32"
+    assert created.model_fingerprint == model_fingerprint(tiny)
+    assert created.kv_layout.block_bytes == BLOCK_BYTES
+    assert created.storage.layout == created.kv_layout
+    assert created.storage.num_blocks == 40
+    assert created.engine.load().kv_blocks_total == 39, "block 0 is nobody's"
+
+
+def test_it_generates_what_the_model_says(tiny: ModelSource) -> None:
+    prompt = [1, 17, 42, 8, 90, 3]
+    generated = tokens_of(run(create(tiny).engine, prompt, max_tokens=6))
+    reference, tokens = reference_model("llama"), list(prompt)
+    while len(tokens) < len(prompt) + 6 and tokens[-1] != 2:
+        with torch.inference_mode():
+            tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert generated == tokens[len(prompt) :]
+
+
+def test_cache_memory_is_used_in_whole_blocks(tiny: ModelSource) -> None:
+    created = create(tiny, kv_cache_memory=7 * BLOCK_BYTES - 1)
+    assert created.storage.num_blocks == 6
+    assert created.storage.num_bytes == 6 * BLOCK_BYTES
+
+
+def test_longest_sequence_is_what_the_cache_holds(tiny: ModelSource) -> None:
+    created = create(tiny, kv_cache_memory=4 * BLOCK_BYTES, max_model_len=200)
+    assert created.max_model_len == 3 * BLOCK_SIZE
+    outputs = run(created.engine, [5] * (3 * BLOCK_SIZE - 1), max_tokens=100)
+    assert len(tokens_of(outputs)) == 1
+    assert outputs[-1].finish_reason == "length" or outputs[-1].stop_reason is not None
+
+
+def test_configured_length_wins_over_a_larger_cache(tiny: ModelSource) -> None:
+    assert create(tiny, max_model_len=50).max_model_len == 50
+
+
+@pytest.mark.parametrize("memory", [0, 1, 2 * BLOCK_BYTES - 1, -BLOCK_BYTES])
+def test_memory_below_two_blocks_is_refused(tiny: ModelSource, memory: int) -> None:
+    with pytest.raises(ValueError, match=rf"kv_cache_memory is {memory} bytes") as caught:
+        create(tiny, kv_cache_memory=memory)
+    for number in (f"one block of {BLOCK_SIZE} tokens", f"takes {BLOCK_BYTES} ", f"least {2 * BLOCK_BYTES}"):
+        assert number in str(caught.value)
+
+
+def test_smallest_cache_runs_a_request(tiny: ModelSource) -> None:
+    created = create(tiny, kv_cache_memory=2 * BLOCK_BYTES)
+    assert created.max_model_len == BLOCK_SIZE
+    assert len(tokens_of(run(created.engine, [5, 6], max_tokens=1))) == 1
+
+
+def test_blocks_of_one_token_need_a_third(tiny: ModelSource) -> None:
+    block_bytes = BLOCK_BYTES // BLOCK_SIZE
+    with pytest.raises(ValueError, match=rf"give it at least {3 * block_bytes}"):
+        create(tiny, block_size=1, kv_cache_memory=2 * block_bytes)
+    created = create(tiny, block_size=1, kv_cache_memory=3 * block_bytes)
+    assert len(tokens_of(run(created.engine, [5], max_tokens=1))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 0}, "block_size is 0"),
+        ({"dtype": "float8"}, "dtype 'float8' is not supported; supported are auto, bfloat16, float32"),
+        ({"max_model_len": 257}, "max_model_len 257 is outside 1 to 256"),
+        ({"max_model_len": 0}, "max_model_len 0 is outside 1 to 256"),
+        ({"max_model_len": 1}, "max_model_len is 1, must be at least 2"),
+    ],
+)
+def test_impossible_settings_are_refused(tiny: ModelSource, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create(tiny, **changes)
+
+
+def test_missing_weights_are_refused(tiny: ModelSource, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny.path / "config.json").read_bytes())
+    with pytest.raises(ModelNotFoundError, match=r"no \*\.safetensors file"):
+        create(ModelSource("hf", tmp_path, "empty"))
+
+
+def test_broken_configuration_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelConfigError, match=r"config\.json is not valid JSON"):
+        create(ModelSource("hf", tmp_path, "broken"))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
+def test_dtype_of_model_and_cache(tiny: ModelSource, dtype: str) -> None:
+    created = create(tiny, dtype=dtype)
+    resolved = resolve_dtype(dtype)
+    assert created.storage.tensor.dtype is resolved
+    assert created.dtype == created.kv_layout.dtype == dtype_name(resolved)
+    assert len(tokens_of(run(created.engine, [5, 6, 7], max_tokens=1))) == 1
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_prefix_caching_is_a_setting(tiny: ModelSource, prefix_caching: bool) -> None:
+    engine = create(tiny, prefix_caching=prefix_caching).engine
+    prompt = list(range(3, 3 + 3 * BLOCK_SIZE))
+    first = run(engine, prompt, max_tokens=3, request_id="first")
+    second = run(engine, prompt, max_tokens=3, request_id="second")
+    assert tokens_of(first) == tokens_of(second)
+    assert second[0].num_cached_tokens == (2 * BLOCK_SIZE if prefix_caching else 0)
+    assert bool(engine.cached_block_hashes()) is prefix_caching
+
+
+def test_block_hashes_are_those_of_model_and_layout(tiny: ModelSource) -> None:
+    created = create(tiny)
+    prompt = list(range(3, 3 + 2 * BLOCK_SIZE + 1))
+    run(created.engine, prompt, max_tokens=1)
+    root = root_hash(created.model_fingerprint, created.kv_layout.fingerprint())
+    assert sorted(created.engine.cached_block_hashes()) == sorted(hash_blocks(prompt, BLOCK_SIZE, root))
+
+
+def test_eos_tokens_of_a_folder_come_from_both_files(tiny: ModelSource, tmp_path: Path) -> None:
+    for file in tiny.path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
+    assert create(ModelSource("hf", tmp_path, "tiny")).eos_token_ids == (2, 7, 9)
+
+
+@pytest.fixture(scope="module")
+def bundled() -> tuple[CreatedEngine, TextModel]:
+    source = resolve_model(BUNDLED_MODEL)
+    with GgufFile.open(source.path) as file:
+        text = load_text_model("gguf", source.path, file.metadata)
+    return create(source, dtype="auto", kv_cache_memory=64 << 20, max_model_len=1024), text
+
+
+@pytest.mark.slow
+def test_bundled_model_knows_the_capital_of_france(bundled: tuple[CreatedEngine, TextModel]) -> None:
+    created, text = bundled
+    prompt = text.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+    outputs = run(created.engine, prompt, max_tokens=40)
+    assert "Paris" in text.tokenizer.decode(tokens_of(outputs))
+    assert outputs[-1].finish_reason == "stop", "it ends its answer by itself"
+    assert outputs[-1].token_ids[-1] in created.eos_token_ids
+
+
+@pytest.mark.slow
+def test_bundled_model_ends_at_its_chat_templates_token(bundled: tuple[CreatedEngine, TextModel]) -> None:
+    created, text = bundled
+    (end_of_turn,) = text.tokenizer.encode("<|im_end|>", add_special_tokens=False, parse_special=True)
+    assert end_of_turn in created.eos_token_ids
+    assert created.vocab_size == 49152
