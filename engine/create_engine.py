@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 from dataclasses import dataclass
 
@@ -85,6 +87,7 @@ def create_engine(
     model = load_model(
         source, dtype=torch_dtype, backend=CpuBackend(torch_dtype), max_model_len=max_model_len
     )
+    _return_free_memory()
     storage = KvCacheStorage(layout, num_blocks)
     fingerprint = model_fingerprint(source)
     engine = Engine(
@@ -105,3 +108,9 @@ def create_engine(
         model_fingerprint=fingerprint,
         kv_layout=layout,
     )
+
+
+def _return_free_memory() -> None:
+    """Gives what dequantisation left in the C library's heap back to the system (about 50 MB)."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _REGISTRY_WAIT_S = 60.0  # a worker may start before the registry does
 _DRAIN_POLL_S = 0.05
+_IDLE_REPORT_S = 1.0  # interval of load reports while nothing happens: four times less work for everybody
 
 
 class WorkerRole(Protocol):
@@ -91,13 +92,14 @@ class WorkerHost:
         self._own = Peer(worker_id, time.time_ns())
         self._state: WorkerState = "starting"
         self._stop = asyncio.Event()
+        self._wake = asyncio.Event()  # something happened, or the process is to stop
         self._has_members = False
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT, then drain; 1 if the engine failed."""
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._stop.set)
+            self._loop.add_signal_handler(number, self._on_signal)
         config, created = self._config, self._created
         self._metrics = WorkerMetrics(self._role_name)
         self._registry = Registry(config.registry)
@@ -121,7 +123,7 @@ class WorkerHost:
             registry=self._registry,
             lease_s=config.registry.lease_ms / 1000,
             clock=self._clock,
-            on_message=lambda peer, incarnation, message: self._role.on_message(peer, incarnation, message),
+            on_message=self._on_message,
             on_members=self._on_members,
             on_router_lost=lambda router, incarnation: self._role.on_router_lost(router, incarnation),
         )
@@ -228,8 +230,15 @@ class WorkerHost:
         while not self._stop.is_set():
             if not await self._report():
                 return 1
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), interval_s)
+            if self._registry.superseded.is_set():
+                return 1
+            if self._state == "ready" and self._engine_loop.is_idle and not self._role.num_active:
+                self._wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), _IDLE_REPORT_S)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), interval_s)
         return await self._drain(interval_s)
 
     async def _drain(self, interval_s: float) -> int:
@@ -264,7 +273,16 @@ class WorkerHost:
         self._shell.publish_load(report)
         return True
 
+    def _on_signal(self) -> None:
+        self._stop.set()
+        self._wake.set()
+
+    def _on_message(self, peer: str, incarnation: int, message: Message) -> None:
+        self._wake.set()
+        self._role.on_message(peer, incarnation, message)
+
     def _on_step(self, result: StepResult) -> None:
+        self._wake.set()
         if result.num_tokens:
             self._metrics.observe_step(result.duration_ms, result.num_tokens)
         self._role.on_step(result)

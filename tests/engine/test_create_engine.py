@@ -50,9 +50,11 @@ def create(source: ModelSource, **changes: Any) -> CreatedEngine:
     return create_engine(source, **(settings | changes))
 
 
-def run(engine: Engine, prompt: list[int], max_tokens: int, request_id: str = "r") -> list[SequenceOutput]:
+def run(
+    engine: Engine, prompt: list[int], max_tokens: int, *, request_id: str = "r", ignore_eos: bool = False
+) -> list[SequenceOutput]:
     """All outputs of one greedy request."""
-    sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=False)
+    sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=ignore_eos)
     engine.add_request(
         NewRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling), now=0.0
     )
@@ -99,9 +101,9 @@ def test_cache_memory_is_used_in_whole_blocks(tiny: ModelSource) -> None:
 def test_longest_sequence_is_what_the_cache_holds(tiny: ModelSource) -> None:
     created = create(tiny, kv_cache_memory=4 * BLOCK_BYTES, max_model_len=200)
     assert created.max_model_len == 3 * BLOCK_SIZE
-    outputs = run(created.engine, [5] * (3 * BLOCK_SIZE - 1), max_tokens=100)
-    assert len(tokens_of(outputs)) == 1
-    assert outputs[-1].finish_reason == "length" or outputs[-1].stop_reason is not None
+    outputs = run(created.engine, [5] * (3 * BLOCK_SIZE - 4), max_tokens=100, ignore_eos=True)
+    assert len(tokens_of(outputs)) == 4
+    assert outputs[-1].finish_reason == "length"
 
 
 def test_configured_length_wins_over_a_larger_cache(tiny: ModelSource) -> None:

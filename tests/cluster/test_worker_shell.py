@@ -1,0 +1,452 @@
+"""What a worker tells its routers, and when it gives one up: real sockets, a registry in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import cast
+
+import pytest
+
+from cluster import worker_shell
+from cluster.clock import ManualClock
+from cluster.kv_layout import KvLayout
+from cluster.members import (
+    LoadReport,
+    Members,
+    ModelIdentity,
+    RouterRecord,
+    TransportEndpoint,
+    WorkerRecord,
+)
+from cluster.messages import Cancel, Envelope, KvEvents, LoadUpdate, Message, Subscribe
+from cluster.registry import Registry, RegistryUnavailableError
+from cluster.rpc import RpcConnection
+from cluster.worker_shell import WorkerShell
+
+LEASE_S = 5.0
+
+
+class MemoryRegistry:
+    """What a shell uses of the registry. ``publish`` makes the next list of members."""
+
+    def __init__(self) -> None:
+        self.records: list[WorkerRecord] = []
+        self.withdraw_error: Exception | None = None
+        self.num_watchers = 0
+        self.num_watches = 0
+        self._lists: asyncio.Queue[Members | Exception] = asyncio.Queue()
+
+    def publish(self, members: Members | Exception) -> None:
+        self._lists.put_nowait(members)
+
+    async def register(self, record: WorkerRecord) -> None:
+        self.records.append(record)
+
+    async def withdraw(self, record: WorkerRecord) -> None:
+        if self.withdraw_error is not None:
+            raise self.withdraw_error
+        self.records.remove(record)
+
+    async def watch(self) -> AsyncIterator[Members]:
+        self.num_watchers += 1
+        self.num_watches += 1
+        try:
+            while True:
+                members = await self._lists.get()
+                if isinstance(members, Exception):
+                    raise members
+                yield members
+        finally:
+            self.num_watchers -= 1
+
+
+class Router:
+    """A router's connection to the worker; keeps what it is sent."""
+
+    def __init__(self, address: str, name: str, incarnation: int) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.received: list[Message] = []
+        self.connection = RpcConnection(
+            address, sender=name, incarnation=incarnation, on_message=self._receive
+        )
+
+    def _receive(self, envelope: Envelope) -> None:
+        self.received.append(envelope.message)
+
+    @property
+    def kv_events(self) -> list[KvEvents]:
+        return [message for message in self.received if isinstance(message, KvEvents)]
+
+    @property
+    def loads(self) -> list[LoadReport]:
+        return [message.load for message in self.received if isinstance(message, LoadUpdate)]
+
+
+class Harness:
+    """A shell with its registry, clock and routers, and what it told its role."""
+
+    def __init__(self) -> None:
+        self.registry = MemoryRegistry()
+        self.clock = ManualClock(monotonic=100.0)
+        self.messages: list[tuple[str, int, Message]] = []
+        self.members: list[Members] = []
+        self.lost: list[tuple[str, int]] = []
+        self.members_error: Exception | None = None
+        self.routers: list[Router] = []
+        self.address = ""
+        self.shell = WorkerShell(
+            worker_id="w0",
+            incarnation=1,
+            registry=cast("Registry", self.registry),
+            lease_s=LEASE_S,
+            clock=self.clock,
+            on_message=lambda *message: self.messages.append(message),
+            on_members=self._take_members,
+            on_router_lost=lambda *router: self.lost.append(router),
+        )
+
+    def _take_members(self, members: Members) -> None:
+        self.members.append(members)
+        if self.members_error is not None:
+            raise self.members_error
+
+    def router(self, name: str = "r0", incarnation: int = 1) -> Router:
+        self.routers.append(Router(self.address, name, incarnation))
+        return self.routers[-1]
+
+    async def subscribed(self, name: str = "r0", incarnation: int = 1) -> Router:
+        """A router that has its first snapshot."""
+        router = self.router(name, incarnation)
+        router.connection.send(Subscribe())
+        await until(lambda: bool(router.kv_events), "the snapshot")
+        return router
+
+    async def renew(self, router: Router, *, snapshot: bool = False) -> None:
+        """Renew a subscription, and wait until the worker has heard it."""
+        router.connection.send(Subscribe(snapshot=snapshot))
+        await self.heard(router)
+
+    async def heard(self, router: Router) -> None:
+        """Wait until the worker has handled everything this router has sent."""
+        num_messages = len(self.messages)
+        router.connection.send(Cancel(request_id="marker", attempt=0))
+        await until(lambda: len(self.messages) > num_messages, "the marker")
+        self.messages.pop()
+
+    async def arrived(self, router: Router) -> None:
+        """Wait until everything sent to the router has arrived there."""
+        assert self.shell.send(router.name, Cancel(request_id="marker", attempt=0))
+        await until(lambda: isinstance(router.received[-1], Cancel), "the marker")
+        router.received.pop()
+
+    async def publish_members(self, *routers: RouterRecord) -> None:
+        num_lists = len(self.members)
+        self.registry.publish(Members(routers=routers))
+        await until(lambda: len(self.members) > num_lists, "the members")
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for something that must come; fails with ``what`` where it does not."""
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError(f"waited in vain for {what}")
+
+
+def worker_record(address: str) -> WorkerRecord:
+    return WorkerRecord(
+        id="w0",
+        incarnation=1,
+        role="decode",
+        pid=1,
+        host="localhost",
+        address=address,
+        metrics_address="",
+        model=ModelIdentity(
+            name="m",
+            source="m",
+            fingerprint="f",
+            dtype="float32",
+            max_model_len=128,
+            vocab_size=100,
+            eos_token_ids=(2,),
+        ),
+        kv_layout=KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"),
+        endpoint=TransportEndpoint(
+            kind="in_process", agent_name="w0", metadata=b"", base_address=1, num_blocks=2
+        ),
+    )
+
+
+def router_record(name: str = "r0", incarnation: int = 1) -> RouterRecord:
+    return RouterRecord(id=name, incarnation=incarnation, pid=2, host="localhost", address="http://localhost")
+
+
+def block(number: int) -> bytes:
+    return number.to_bytes(32)
+
+
+@pytest.fixture
+async def harness() -> AsyncIterator[Harness]:
+    harness = Harness()
+    harness.address = await harness.shell.bind("tcp://127.0.0.1:0")
+    await harness.shell.register(worker_record(harness.address))
+    yield harness
+    for router in harness.routers:
+        router.connection.close()
+    await harness.shell.close()
+
+
+# --- membership --------------------------------------------------------------------------------------------
+
+
+async def test_register_enters_the_registry_and_follows_it(harness: Harness) -> None:
+    assert harness.registry.records == [worker_record(harness.address)]
+    await harness.publish_members(router_record())
+    await harness.publish_members()
+    assert [len(members.routers) for members in harness.members] == [1, 0]
+
+
+async def test_a_failing_listener_does_not_end_the_watch(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness.members_error = RuntimeError("a broken listener")
+    await harness.publish_members()
+    harness.members_error = None
+    await harness.publish_members()
+    assert len(harness.members) == 2
+    assert "a broken listener" in caplog.text
+    assert harness.registry.num_watches == 1
+
+
+async def test_a_failing_watch_is_started_again(
+    harness: Harness, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_shell, "_WATCH_RETRY_S", 0.0)
+    harness.registry.publish(RuntimeError("a broken registry"))
+    await harness.publish_members(router_record())
+    assert harness.registry.num_watches == 2
+    assert "a broken registry" in caplog.text
+
+
+async def test_withdraw_leaves_the_registry_but_goes_on_serving(harness: Harness) -> None:
+    router = await harness.subscribed()
+    await harness.shell.withdraw()
+    assert harness.registry.records == []
+    await until(lambda: harness.registry.num_watchers == 0, "the end of the watch")
+    await harness.heard(router)
+    harness.shell.publish_load(LoadReport(state="draining"))
+    await until(lambda: bool(router.loads), "the load of a draining worker")
+    await harness.shell.withdraw()
+    await harness.shell.close()
+
+
+async def test_withdraw_survives_an_unreachable_registry(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness.registry.withdraw_error = RegistryUnavailableError("nobody answers")
+    await harness.shell.withdraw()
+    assert "the lease will end: nobody answers" in caplog.text
+
+
+async def test_close_ends_everything(harness: Harness) -> None:
+    router = await harness.subscribed()
+    await harness.shell.close()
+    assert harness.registry.records == []
+    assert not harness.shell.send(router.name, Cancel(request_id="r", attempt=1))
+    assert harness.shell.num_undeliverable_messages == 1
+    harness.shell.publish_load(LoadReport())
+
+
+async def test_close_before_registration() -> None:
+    harness = Harness()
+    await harness.shell.bind("tcp://127.0.0.1:0")
+    await harness.shell.close()
+    assert harness.registry.num_watches == 0
+
+
+# --- messages ----------------------------------------------------------------------------------------------
+
+
+async def test_the_role_gets_what_is_not_for_the_shell(harness: Harness) -> None:
+    router = harness.router("r7", incarnation=3)
+    cancel = Cancel(request_id="a", attempt=1)
+    router.connection.send(Subscribe())
+    router.connection.send(cancel)
+    await until(lambda: bool(harness.messages), "the message")
+    assert harness.messages == [("r7", 3, cancel)]
+    assert harness.shell.send("r7", cancel)
+    await until(lambda: cancel in router.received, "the answer")
+
+
+async def test_stale_and_undeliverable_messages_are_counted(harness: Harness) -> None:
+    old = await harness.subscribed(incarnation=1)
+    await harness.subscribed(incarnation=2)
+    old.connection.send(Cancel(request_id="a", attempt=1))
+    await until(lambda: harness.shell.num_stale_messages == 1, "the stale message")
+    assert harness.messages == []
+    assert not harness.shell.send("nobody", Cancel(request_id="a", attempt=1))
+    assert harness.shell.num_undeliverable_messages == 1
+
+
+# --- events and loads ----------------------------------------------------------------------------------------
+
+
+async def test_a_subscriber_gets_a_snapshot_and_then_every_change(harness: Harness) -> None:
+    router = await harness.subscribed()
+    harness.shell.publish_kv_events([block(1), block(2)], [])
+    harness.shell.publish_kv_events([block(3)], [block(1)])
+    await harness.arrived(router)
+    assert router.kv_events == [
+        KvEvents(sequence=0, snapshot=True),
+        KvEvents(sequence=1, stored=[block(1), block(2)]),
+        KvEvents(sequence=2, stored=[block(3)], removed=[block(1)]),
+    ]
+
+
+async def test_a_late_subscriber_gets_the_whole_cache_in_the_order_stored(harness: Harness) -> None:
+    harness.shell.publish_kv_events([block(number) for number in (5, 1, 9)], [])
+    harness.shell.publish_kv_events([block(7)], [block(1), block(100)])
+    harness.shell.publish_kv_events([block(1)], [])
+    router = await harness.subscribed()
+    assert router.kv_events == [
+        KvEvents(sequence=3, stored=[block(5), block(9), block(7), block(1)], snapshot=True)
+    ]
+    harness.shell.publish_kv_events([], [block(5)])
+    await harness.arrived(router)
+    assert router.kv_events[1] == KvEvents(sequence=4, removed=[block(5)])
+
+
+async def test_no_change_is_no_event(harness: Harness) -> None:
+    router = await harness.subscribed()
+    harness.shell.publish_kv_events([], [])
+    harness.shell.publish_kv_events([block(1)], [])
+    await harness.arrived(router)
+    assert [event.sequence for event in router.kv_events] == [0, 1]
+
+
+async def test_a_renewal_gets_a_snapshot_only_if_it_asks(harness: Harness) -> None:
+    router = await harness.subscribed()
+    await harness.renew(router)
+    await harness.arrived(router)
+    assert len(router.kv_events) == 1
+    await harness.renew(router, snapshot=True)
+    await harness.arrived(router)
+    assert [event.snapshot for event in router.kv_events] == [True, True]
+
+
+async def test_an_unknown_router_gets_a_snapshot_even_if_it_does_not_ask(harness: Harness) -> None:
+    """The worker may have given it up in between."""
+    router = harness.router()
+    await harness.renew(router, snapshot=False)
+    await harness.arrived(router)
+    assert [event.snapshot for event in router.kv_events] == [True]
+
+
+async def test_loads_go_to_subscribers_only(harness: Harness) -> None:
+    one, two = await harness.subscribed("r1"), await harness.subscribed("r2")
+    stranger = harness.router("r3")
+    await harness.heard(stranger)
+    load = LoadReport(state="ready", running=3, kv_blocks_free=17)
+    harness.shell.publish_load(load)
+    harness.shell.publish_kv_events([block(1)], [])
+    for router in (one, two, stranger):
+        await harness.arrived(router)
+    assert one.loads == two.loads == [load]
+    assert stranger.received == []
+
+
+async def test_a_gone_router_does_not_keep_others_from_being_told(harness: Harness) -> None:
+    gone, there = await harness.subscribed("r1"), await harness.subscribed("r2")
+    gone.connection.close()
+    await until(lambda: not harness.shell.send("r1", Cancel(request_id="a", attempt=1)), "its disconnection")
+    harness.shell.publish_kv_events([block(1)], [])
+    await harness.arrived(there)
+    assert there.kv_events[-1].stored == [block(1)]
+
+
+# --- lost routers ------------------------------------------------------------------------------------------
+
+
+async def test_a_silent_unregistered_router_is_lost_after_the_lease(harness: Harness) -> None:
+    router = await harness.subscribed(incarnation=4)
+    harness.clock.advance(LEASE_S)
+    harness.shell.publish_load(LoadReport())
+    assert harness.lost == [], "the lease is not over yet"
+    harness.clock.advance(0.1)
+    harness.shell.publish_load(LoadReport())
+    harness.shell.publish_load(LoadReport())
+    assert harness.lost == [("r0", 4)], "told once"
+    harness.shell.publish_kv_events([block(1)], [])
+    await harness.heard(router)
+    await harness.arrived(router)
+    assert len(router.loads) == 1
+    assert len(router.kv_events) == 1
+
+
+async def test_a_lost_router_may_subscribe_again(harness: Harness) -> None:
+    router = await harness.subscribed()
+    harness.clock.advance(LEASE_S + 1)
+    harness.shell.publish_load(LoadReport())
+    harness.shell.publish_kv_events([block(1)], [])
+    await harness.renew(router)
+    await harness.arrived(router)
+    assert router.kv_events[-1] == KvEvents(sequence=1, stored=[block(1)], snapshot=True)
+    harness.shell.publish_load(LoadReport())
+    assert len(harness.lost) == 1
+
+
+async def test_a_router_that_renews_is_kept(harness: Harness) -> None:
+    router = await harness.subscribed()
+    for _ in range(4):
+        harness.clock.advance(LEASE_S - 1)
+        await harness.renew(router)
+        harness.shell.publish_load(LoadReport())
+    await harness.arrived(router)
+    assert harness.lost == []
+    assert len(router.loads) == 4
+
+
+async def test_a_registered_router_is_kept_though_silent(harness: Harness) -> None:
+    await harness.subscribed()
+    await harness.publish_members(router_record())
+    harness.clock.advance(LEASE_S * 10)
+    harness.shell.publish_load(LoadReport())
+    assert harness.lost == []
+    await harness.publish_members()
+    harness.shell.publish_load(LoadReport())
+    assert harness.lost == [("r0", 1)], "its registration was all that kept it"
+
+
+async def test_the_registration_of_another_incarnation_keeps_nobody(harness: Harness) -> None:
+    await harness.subscribed(incarnation=1)
+    await harness.publish_members(router_record(incarnation=2), router_record("other", incarnation=1))
+    harness.clock.advance(LEASE_S + 1)
+    harness.shell.publish_load(LoadReport())
+    assert harness.lost == [("r0", 1)]
+
+
+async def test_a_restarted_router_replaces_the_old_one_at_once(harness: Harness) -> None:
+    old = await harness.subscribed(incarnation=1)
+    new = harness.router(incarnation=2)
+    await harness.renew(new, snapshot=False)
+    assert harness.lost == [("r0", 1)]
+    harness.shell.publish_load(LoadReport())
+    await harness.arrived(new)
+    assert [event.snapshot for event in new.kv_events] == [True], "it knows nothing of its predecessor's"
+    assert len(new.loads) == 1
+    assert old.loads == []
+
+
+async def test_only_the_silent_one_is_lost(harness: Harness) -> None:
+    await harness.subscribed("silent")
+    active = await harness.subscribed("active")
+    harness.clock.advance(LEASE_S + 1)
+    await harness.renew(active)
+    harness.shell.publish_load(LoadReport())
+    assert harness.lost == [("silent", 1)]
+    await harness.arrived(active)
+    assert len(active.loads) == 1
