@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _WATCH_RETRY_S = 1.0
 
+
 @dataclass(slots=True)
 class _Subscriber:
     incarnation: int
@@ -27,8 +28,8 @@ class _Subscriber:
 class WorkerShell:
     """Connects one worker to the cluster, whatever its role. Lives in one asyncio loop.
 
-    Routers subscribe over RPC and are then told of every change of the prefix cache and, each interval,
-    of the load. A router that is neither registered nor has renewed its subscription within the lease is lost.
+    Routers subscribe over RPC and are then told of every change of the prefix cache and, each interval, of
+    the load. A router that is neither registered nor has renewed its subscription within the lease is lost.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which workers this one hands over to or takes from: connected when they register, removed when they leave."""
+"""The workers that this one hands over to or takes from: connected when registered, removed when gone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ class PeerConnections:
         on_connected: Callable[[Peer, WorkerRecord], None],
         on_lost: Callable[[Peer], None],
     ) -> None:
-        """``on_lost`` runs once the peer is gone *and* its agent is removed here: it cannot write any more."""
+        """``on_lost`` runs once the peer is gone *and* its agent is removed here: it cannot write any more.
+
+        ``on_connected`` runs again where a failed connection was renewed, and not at all for a worker that
+        left before it was connected.
+        """
         self._transport = transport
         self._own = own
         self._post = post

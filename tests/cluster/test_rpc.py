@@ -1,117 +1,20 @@
-"""Messages over real sockets: order, lost and restarted peers, full queues, garbage."""
+"""Messages over real sockets: order, lost and restarted peers, older incarnations, addresses."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
-from collections.abc import AsyncIterator, Callable
+import functools
+import itertools
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
-import zmq
 
 from cluster import rpc
-from cluster.messages import Cancel, Envelope, Generate, KvEvents, Message, Prefill
-from cluster.rpc import RpcConnection, RpcError, RpcOverloadedError, RpcServer
+from cluster.messages import Envelope, Generate, KvEvents, Message, Prefill
+from cluster.rpc import RpcError, RpcOverloadedError, RpcServer
 from cluster.sampling_params import SamplingParams
-
-LOCALHOST = "tcp://127.0.0.1:0"
-
-
-def numbered(number: int) -> Cancel:
-    return Cancel(request_id=f"r{number}", attempt=number)
-
-
-def numbers(messages: list[Message]) -> list[int]:
-    return [message.attempt for message in messages if isinstance(message, Cancel)]
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for something that must come; fails with ``what`` where it does not."""
-    for _ in range(10_000):
-        if condition():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError(f"waited in vain for {what}")
-
-
-class Worker:
-    """A server that records what it is sent, and may answer it."""
-
-    def __init__(self, incarnation: int = 1) -> None:
-        self.received: list[tuple[str, int, Message]] = []
-        self.react: Callable[[str, Message], None] = lambda peer, message: None
-        self.server = RpcServer(sender="worker", incarnation=incarnation, on_message=self._receive)
-
-    def _receive(self, peer: str, incarnation: int, message: Message) -> None:
-        self.received.append((peer, incarnation, message))
-        self.react(peer, message)
-
-    def messages_of(self, peer: str) -> list[Message]:
-        return [message for sender, _, message in self.received if sender == peer]
-
-
-class Client:
-    """A connection that records what it is sent, and may react to it."""
-
-    def __init__(self, address: str, sender: str = "router", incarnation: int = 1) -> None:
-        self.envelopes: list[Envelope] = []
-        self.react: Callable[[Envelope], None] = lambda envelope: None
-        self.connection = RpcConnection(
-            address, sender=sender, incarnation=incarnation, on_message=self._receive
-        )
-
-    def _receive(self, envelope: Envelope) -> None:
-        self.envelopes.append(envelope)
-        self.react(envelope)
-
-    @property
-    def messages(self) -> list[Message]:
-        return [envelope.message for envelope in self.envelopes]
-
-
-class Cluster:
-    """Opens servers and connections and closes what a test leaves open."""
-
-    def __init__(self) -> None:
-        self._workers: list[Worker] = []
-        self._clients: list[Client] = []
-
-    async def worker(self, address: str = LOCALHOST, incarnation: int = 1) -> tuple[Worker, str]:
-        worker = Worker(incarnation)
-        self._workers.append(worker)
-        return worker, await worker.server.bind(address)
-
-    async def worker_again(self, address: str, incarnation: int) -> Worker:
-        """At an address that was just given up: its socket closes in the background."""
-        while True:
-            try:
-                return (await self.worker(address, incarnation))[0]
-            except RpcError:
-                await asyncio.sleep(0.01)
-
-    def client(self, address: str, sender: str = "router", incarnation: int = 1) -> Client:
-        self._clients.append(Client(address, sender, incarnation))
-        return self._clients[-1]
-
-    async def known_client(
-        self, worker: Worker, address: str, sender: str = "router", incarnation: int = 1
-    ) -> Client:
-        """A client that the worker has heard of."""
-        client = self.client(address, sender, incarnation)
-        num_received = len(worker.received)
-        client.connection.send(numbered(-1))
-        await until(lambda: len(worker.received) > num_received, f"the first message of {sender}")
-        worker.received.clear()
-        return client
-
-    async def close(self) -> None:
-        for client in self._clients:
-            client.connection.close()
-        for worker in self._workers:
-            await worker.server.close()
+from tests.cluster.rpc_cluster import Client, Cluster, numbered, numbers, until
 
 
 @pytest.fixture
@@ -178,6 +81,9 @@ async def test_large_messages_go_both_ways(cluster: Cluster) -> None:
 
 
 async def test_each_peer_gets_its_own_answers(cluster: Cluster) -> None:
+    def has_all(client: Client) -> bool:
+        return len(client.envelopes) == 100
+
     worker, address = await cluster.worker()
     clients = {
         name: await cluster.known_client(worker, address, sender=name) for name in ("a", "b", "c", "d")
@@ -186,7 +92,7 @@ async def test_each_peer_gets_its_own_answers(cluster: Cluster) -> None:
         for index, name in enumerate(clients):
             assert worker.server.send(name, numbered(index * 1000 + number))
     for index, client in enumerate(clients.values()):
-        await until(lambda client=client: len(client.envelopes) == 100, "the answers")
+        await until(functools.partial(has_all, client), "the answers")
         assert numbers(client.messages) == [index * 1000 + number for number in range(100)]
 
 
@@ -232,7 +138,7 @@ async def test_a_flood_leaves_turns_to_other_tasks(cluster: Cluster) -> None:
         await asyncio.sleep(0)
         seen.append(len(worker.received))
     # The descriptor and the drain that follows each may have had a turn in between.
-    most = max(later - earlier for earlier, later in zip(seen, seen[1:], strict=False))
+    most = max(later - earlier for earlier, later in itertools.pairwise(seen))
     assert most <= 2 * rpc._MAX_MESSAGES_PER_TURN
 
 
@@ -344,7 +250,8 @@ async def test_the_connection_survives_a_restart_of_the_worker(cluster: Cluster)
     second.react = lambda peer, message: None if second.server.send(peer, message) else pytest.fail("gone")
 
     def is_answered() -> bool:
-        client.connection.send(numbered(5))  # what went into the dying connection is lost: delivery is at most once
+        # Again and again: what went into the dying connection is lost, delivery is at most once.
+        client.connection.send(numbered(5))
         return bool(client.envelopes)
 
     await until(is_answered, "an answer of the restarted worker")
@@ -360,151 +267,6 @@ async def test_a_worker_may_start_after_its_peers(cluster: Cluster, tmp_path: Pa
     assert bound == address
     await until(lambda: len(worker.received) == 100, "what was sent before the worker listened")
     assert numbers(worker.messages_of("router")) == list(range(100))
-
-
-# --- full queues -------------------------------------------------------------------------------------------
-
-
-async def test_a_full_queue_is_an_error_and_loses_nothing_else(cluster: Cluster, tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/w"
-    client = cluster.client(address)
-    for number in range(rpc.MAX_QUEUED_MESSAGES):
-        client.connection.send(numbered(number))
-    for _ in range(3):
-        with pytest.raises(RpcOverloadedError, match=f"cannot send to {address}"):
-            client.connection.send(numbered(-1))
-    worker, _ = await cluster.worker(address)
-    await until(lambda: len(worker.received) >= rpc.MAX_QUEUED_MESSAGES, "all that were accepted")
-    client.connection.send(numbered(rpc.MAX_QUEUED_MESSAGES))
-    await until(lambda: len(worker.received) > rpc.MAX_QUEUED_MESSAGES, "one more")
-    assert numbers(worker.messages_of("router")) == list(range(rpc.MAX_QUEUED_MESSAGES + 1))
-
-
-async def test_a_peer_that_does_not_read_blocks_nobody(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rpc, "MAX_QUEUED_MESSAGES", 20)
-    worker, address = await cluster.worker()
-    reader = await cluster.known_client(worker, address, sender="reader")
-    sleeper = zmq.Context.instance().socket(zmq.DEALER)
-    try:
-        sleeper.setsockopt(zmq.RCVHWM, 1)
-        sleeper.connect(address)
-        sleeper.send(msgspec.msgpack.encode(Envelope("sleeper", 1, numbered(0))))
-        await until(lambda: len(worker.received) == 1, "the sleeper's message")
-        large = KvEvents(sequence=1, stored=[bytes(1 << 20)])
-        num_accepted = 0
-        while worker.server.send("sleeper", large):
-            num_accepted += 1
-            assert num_accepted < 1000, "the queue has no bound"
-            await asyncio.sleep(0)
-        assert worker.server.num_undeliverable == 1
-        assert worker.server.send("reader", numbered(1))
-        await until(lambda: bool(reader.envelopes), "the reader's message")
-    finally:
-        sleeper.close(linger=0)
-
-
-# --- garbage -----------------------------------------------------------------------------------------------
-
-
-async def test_malformed_messages_are_counted_and_dropped(cluster: Cluster) -> None:
-    worker, address = await cluster.worker()
-    good = msgspec.msgpack.encode(Envelope("raw", 1, numbered(1)))
-    nested = b"\x93\xa3raw\x01\x82\xa4type\xa6cancel\xa1z" + b"\x91" * 100_000
-    garbage = [
-        b"",
-        b"\xc1",
-        b"GET / HTTP/1.1\r\n",
-        good[:-1],
-        good + b"\x00",
-        msgspec.msgpack.encode(["raw", 1, {"type": "no such message"}]),
-        msgspec.msgpack.encode(["raw", "1", {"type": "cancel", "request_id": "r", "attempt": 1}]),
-        msgspec.msgpack.encode(["raw", 1, {"type": "cancel", "request_id": "r"}]),
-        msgspec.msgpack.encode(["raw", 1]),
-        nested,
-    ]
-    raw = zmq.Context.instance().socket(zmq.DEALER)
-    try:
-        raw.connect(address)
-        for payload in garbage:
-            raw.send(payload)
-        raw.send(good)
-        await until(lambda: bool(worker.received), "the good message")
-    finally:
-        raw.close(linger=0)
-    assert worker.server.num_malformed == len(garbage)
-    assert worker.received == [("raw", 1, numbered(1))]
-
-
-async def test_mutated_messages_are_handled_or_counted(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.ERROR)
-    worker, address = await cluster.worker()
-    rng = random.Random(5)
-    good = msgspec.msgpack.encode(
-        Envelope(
-            "raw",
-            1,
-            Generate(
-                request_id="r",
-                attempt=1,
-                prompt_token_ids=[1, 300, 70_000],
-                sampling=SamplingParams(max_tokens=3, seed=1, temperature=0.5),
-            ),
-        )
-    )
-    raw = zmq.Context.instance().socket(zmq.DEALER)
-    try:
-        raw.connect(address)
-        for _ in range(3000):
-            mutated = bytearray(good)
-            for _ in range(rng.randrange(1, 4)):
-                mutated[rng.randrange(len(mutated))] = rng.randrange(256)
-            raw.send(mutated)
-        raw.send(msgspec.msgpack.encode(Envelope("last", 1, numbered(9))))
-        await until(lambda: bool(worker.messages_of("last")), "the last message")
-    finally:
-        raw.close(linger=0)
-    server = worker.server
-    assert len(worker.received) + server.num_malformed + server.num_stale == 3001
-    assert server.num_malformed > 0
-    assert caplog.text == "", "no handler has failed"
-
-
-async def test_a_connection_counts_malformed_answers(cluster: Cluster) -> None:
-    raw = zmq.Context.instance().socket(zmq.ROUTER)
-    try:
-        port = raw.bind_to_random_port("tcp://127.0.0.1")
-        client = cluster.client(f"tcp://127.0.0.1:{port}")
-        client.connection.send(numbered(1))
-        await until(lambda: bool(int(raw.EVENTS) & zmq.POLLIN), "the client's message")
-        identity, _ = raw.recv_multipart()
-        raw.send_multipart([identity, b"\x00nonsense"])
-        raw.send_multipart([identity, msgspec.msgpack.encode(Envelope("raw", 1, numbered(2)))])
-        await until(lambda: bool(client.envelopes), "the good message")
-    finally:
-        raw.close(linger=0)
-    assert client.connection.num_malformed == 1
-    assert numbers(client.messages) == [2]
-
-
-async def test_a_failing_handler_is_logged_and_the_next_message_comes(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker, address = await cluster.worker()
-    client = await cluster.known_client(worker, address)
-
-    def fail_once(peer: str, message: Message) -> None:
-        if len(worker.received) == 1:
-            raise RuntimeError("a broken handler")
-
-    worker.react = fail_once
-    client.connection.send(numbered(1))
-    client.connection.send(numbered(2))
-    await until(lambda: len(worker.received) == 2, "the second message")
-    assert "a broken handler" in caplog.text
 
 
 # --- addresses ---------------------------------------------------------------------------------------------

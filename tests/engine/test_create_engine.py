@@ -55,9 +55,7 @@ def run(
 ) -> list[SequenceOutput]:
     """All outputs of one greedy request."""
     sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=ignore_eos)
-    engine.add_request(
-        NewRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling), now=0.0
-    )
+    engine.add_request(NewRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling), now=0.0)
     outputs: list[SequenceOutput] = []
     while not outputs or outputs[-1].finish_reason is None:
         assert engine.has_work()
