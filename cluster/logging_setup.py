@@ -51,7 +51,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: ``time``, ``level``, ``process``, ``logger``, ``message``, ``error``, and extras."""
+    """One object per line: time, level, process, logger, message, error (a traceback), and the extras."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

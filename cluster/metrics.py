@@ -72,7 +72,7 @@ class WorkerMetrics:
         )
         self._prompt_tokens_by_source = Counter(
             prefix + "prompt_tokens_by_source",
-            "Prompt tokens by where they came from: computed, the prefill worker's cache, or the decode worker's",
+            "Prompt tokens by origin: computed, the prefill worker's cache, or the decode worker's",
             ["source"],
             registry=registry,
         )

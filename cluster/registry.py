@@ -1,8 +1,8 @@
 """Who is in the cluster: records with leases in Redis or Valkey.
 
 Each process writes one record under its id and renews its lease; a silent process vanishes when the lease
-ends. A record carries its owner's incarnation, and an older incarnation can neither replace nor remove a newer
-one. The server may go away and come back empty: everybody keeps the last view and re-registers.
+ends. A record carries its owner's incarnation, and an older incarnation can neither replace nor remove a
+newer one. The server may go away and come back empty: everybody keeps the last view and re-registers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ redis.call('SREM', KEYS[2], ARGV[2])
 redis.call('PUBLISH', KEYS[3], ARGV[2])
 return 1
 """
-# KEYS: ids of workers, ids of routers, epoch. ARGV: key prefix, a new epoch. Ids whose lease ended are dropped.
+# KEYS: ids of workers, ids of routers, epoch. ARGV: key prefix, a new epoch. Drops ids whose lease ended.
 _LIST = """
 redis.call('SET', KEYS[3], ARGV[2], 'NX')
 local result = {redis.call('GET', KEYS[3])}
@@ -118,7 +118,7 @@ class Registry:
             )
 
     async def renew(self, record: Record) -> None:
-        """Write the record with a fresh lease, once. Raises RegistryUnavailableError, StaleIncarnationError."""
+        """Write the record with a fresh lease, once. Raises as ``register`` does."""
         incarnation = _incarnation(record)
         value = incarnation.encode() + msgspec.msgpack.encode(record)
         accepted = await self._call(

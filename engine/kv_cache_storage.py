@@ -10,9 +10,7 @@ from cluster.kv_layout import KvLayout
 
 NULL_BLOCK = 0  # never allocated to a sequence: padding and warm-ups write here
 
-_DTYPES = MappingProxyType(
-    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-)
+_DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16})
 
 
 class KvCacheStorage:
@@ -56,7 +54,7 @@ class KvCacheStorage:
         return self.tensor[:, index]
 
     def token_rows(self) -> torch.Tensor:
-        """A view with one row per (block, layer, K or V, head, token), in this order: ``[rows, head_dim]``."""
+        """A view with one row per (block, layer, K or V, head, token), in this order: [rows, head_dim]."""
         return self.tensor.view(-1, self.layout.head_dim)
 
     def block_rows(self) -> torch.Tensor:

@@ -16,10 +16,8 @@ def threads_per_process(num_engine_processes: int) -> int:
     """
     if num_engine_processes < 1:
         raise ValueError(f"num_engine_processes is {num_engine_processes}; it must be at least 1")
-    if hasattr(os, "sched_getaffinity"):
-        num_cores = len(os.sched_getaffinity(0))
-    else:
-        num_cores = os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, num_cores // num_engine_processes)
 
 

@@ -5,7 +5,6 @@
 
 ``OPENAI_BASE_URL`` names another endpoint than the local one.
 """
-# ruff: noqa: T201 - its output is the point
 
 from __future__ import annotations
 

@@ -37,8 +37,9 @@ def plan_block_copies(
 ) -> list[BlockCopy]:
     """Copies that move ``local_block_ids[i]`` to ``remote_block_ids[i]`` for every i.
 
-    Both caches are block-major, so block ``b`` starts ``b * block_bytes`` bytes after its base. Pairs are ordered by remote block, and runs that are contiguous on both sides become one copy. The list is
-    the shortest one possible: every split is at a pair that does not follow its predecessor on both sides.
+    Both caches are block-major, so block ``b`` starts ``b * block_bytes`` bytes after its base. Pairs are
+    ordered by remote block, and runs that are contiguous on both sides become one copy. The list is the
+    shortest one possible: every split is at a pair that does not follow its predecessor on both sides.
 
     Raises ``ValueError`` for unequal lengths, a negative id, a block size below 1 byte, or a remote block
     that is written twice (its content would depend on the order of the copies).

@@ -49,8 +49,8 @@ class HandoffLedger:
     ) -> Handoff:
         """Add a handoff in state RESERVED.
 
-        Raises ``HandoffStateError`` if that attempt is live already or a block is still another handoff's, and
-        ``ValueError`` if a block is named twice.
+        Raises ``HandoffStateError`` if that attempt is live already or a block is still another handoff's,
+        and ``ValueError`` if a block is named twice.
         """
         key = HandoffKey(request_id, attempt)
         if key in self._live:

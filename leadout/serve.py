@@ -13,6 +13,7 @@ from rich.text import Text
 
 from cluster.config import LeadoutConfig, RegistryConfig
 from leadout.local_cluster import ClusterEvents, LocalCluster
+from leadout.status import wide_console
 
 _QUIET_LEVELS = ("debug", "info")
 _FORCED_STATUS = 130
@@ -24,7 +25,7 @@ def run_serve(config: LeadoutConfig, *, verbose: bool) -> int:
 
 
 async def _serve(config: LeadoutConfig, *, verbose: bool) -> int:
-    console = Console(stderr=False, highlight=False)
+    console = wide_console()
     states: dict[str, str] = {}
     live: Live | None = None
 
@@ -37,12 +38,14 @@ async def _serve(config: LeadoutConfig, *, verbose: bool) -> int:
 
     def on_line(name: str, line: str) -> None:
         if verbose or not _is_quiet(line):
-            console.print(Text(line))
+            console.print(Text(line), soft_wrap=True)
 
     cluster = LocalCluster(
         config,
         ClusterEvents(
-            on_state=on_state, on_line=on_line, on_notice=lambda text: console.print(Text(text, "bold"))
+            on_state=on_state,
+            on_line=on_line,
+            on_notice=lambda text: console.print(Text(text, "bold"), soft_wrap=True),
         ),
         own_registry="url" not in config.registry.model_fields_set
         or config.registry.url == RegistryConfig().url,

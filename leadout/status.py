@@ -13,6 +13,7 @@ from rich.table import Table
 
 from leadout.errors import UserError
 
+_FILE_WIDTH = 200
 _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "magenta"}
 
 
@@ -22,9 +23,10 @@ def run_status(url: str, *, as_json: bool, watch_s: float | None) -> int:
     if as_json:
         print(json.dumps(state, indent=1))
     elif watch_s is None:
-        Console().print(state_table(state))
+        console = wide_console()
+        console.print(state_table(state))
         for item in state.get("incompatible", []):
-            Console().print(f"not paired: {' and '.join(item['workers'])}: {item['reason']}", style="yellow")
+            console.print(f"not paired: {' and '.join(item['workers'])}: {item['reason']}", style="yellow")
     else:
         with Live(state_table(state), auto_refresh=False) as live:
             while True:
@@ -32,6 +34,12 @@ def run_status(url: str, *, as_json: bool, watch_s: float | None) -> int:
                 live.update(state_table(fetch_state(url)), refresh=True)
     is_serving = any(one["role"] == "decode" and one["state"] == "ready" for one in state["workers"])
     return 0 if is_serving else 1
+
+
+def wide_console() -> Console:
+    """Standard output; where it is no terminal, so wide that nothing is cut off or wrapped."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_FILE_WIDTH)
 
 
 def fetch_state(url: str) -> dict[str, Any]:

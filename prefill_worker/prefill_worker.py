@@ -27,9 +27,9 @@ _CONNECT_WAIT_S = 5.0  # a decode worker that has just registered may ask before
 class PrefillWorker:
     """The prefill role. Every method runs in the worker's event loop; the engine runs in its own thread.
 
-    Each accepted ``Prefill`` ends in exactly one answer: a seal, sent behind the data after the last write has
-    landed, or ``HandoffFenced`` after the last write that was under way has ended. Until then its blocks here
-    stay pinned.
+    Each accepted ``Prefill`` ends in exactly one answer: a seal, sent behind the data after the last write
+    has landed, or ``HandoffFenced`` after the last write that was under way has ended. Until then its blocks
+    here stay pinned.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class PrefillWorker:
             self._refuse(
                 prefill,
                 "invalid_request",
-                f"a prompt of {len(message.prompt_token_ids)} tokens has {num_blocks} blocks, but the target is "
-                f"blocks {message.first_block} to {message.first_block + len(message.block_ids) - 1}",
+                f"a prompt of {len(message.prompt_token_ids)} tokens has {num_blocks} blocks, but the target "
+                f"is blocks {message.first_block} to {message.first_block + len(message.block_ids) - 1}",
             )
             return
         try:

@@ -26,7 +26,7 @@ class ChatTemplateError(ValueError):
 class _GenerationTag(jinja2.ext.Extension):
     """``{% generation %}``: marks what the assistant says for training; for serving it is its content."""
 
-    tags = {"generation"}  # noqa: RUF012 (jinja2 reads a plain class attribute)
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -38,7 +38,7 @@ class TextModel:
         """
         if self.chat_template is None:
             raise ChatTemplateError(
-                "this model has no chat template and takes no chat messages; send a plain prompt to completions"
+                "this model has no chat template and takes no chat messages; send a prompt to completions"
             )
         return self.chat_template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs

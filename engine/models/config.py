@@ -108,7 +108,9 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelConfigError(f"head_dim is {self.head_dim}; rotary embeddings need an even number")
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise ModelConfigError(f"sliding_window is {self.sliding_window}; it must be at least 1 or absent")
+            raise ModelConfigError(
+                f"sliding_window is {self.sliding_window}; it must be at least 1 or absent"
+            )
 
     def resolve_max_model_len(self, requested: int | None) -> int:
         """The longest context to serve, in tokens: ``requested``, or all that the model allows if None.

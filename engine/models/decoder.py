@@ -37,7 +37,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A decoder with its weights. Building it reads them; :meth:`forward` changes nothing but the KV cache."""
+    """A decoder with its weights. Building it reads them; ``forward`` changes nothing but the KV cache."""
 
     def __init__(self, context: BuildContext) -> None:
         """Raises WeightError for a missing or misshapen tensor."""

@@ -40,7 +40,7 @@ class SafetensorsWeights:
             raise
 
     def _add_file(self, path: Path, opened: Any) -> None:
-        for name in opened.keys():  # noqa: SIM118 - not a mapping
+        for name in opened.keys():  # noqa: SIM118 - no dict
             if name in self._tensors:
                 raise WeightError(f"{path}: the tensor {name!r} is in another file of {self._folder}, too")
             stored = opened.get_slice(name)

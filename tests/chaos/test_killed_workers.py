@@ -1,4 +1,4 @@
-"""Workers that die or freeze while requests run: answers stay right, and no block is lost on those that live."""
+"""Workers that die or freeze while requests run: answers stay right, and the living lose no block."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -37,7 +38,9 @@ def text_of(answer: dict[str, object]) -> str:
     return str(answer["choices"][0]["text"])  # type: ignore[index]
 
 
-def in_background(cluster: RunningCluster, **body: object) -> tuple[threading.Thread, list[dict[str, object]]]:
+def in_background(
+    cluster: RunningCluster, **body: object
+) -> tuple[threading.Thread, list[dict[str, object]]]:
     answers: list[dict[str, object]] = []
     thread = threading.Thread(target=lambda: answers.append(cluster.complete(**body)))
     thread.start()
@@ -110,7 +113,9 @@ def test_a_decode_worker_killed_in_mid_answer_ends_its_streams_and_pins_nothing(
     assert error["code"]
     cluster.wait_until(lambda: cluster.ready_workers() == 2, 60)
     cluster.wait_until_idle()
-    assert cluster.complete(prompt="And now?", max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
+    assert (
+        cluster.complete(prompt="And now?", max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
+    )
 
 
 def test_the_registry_killed_and_back_loses_nothing(cluster: RunningCluster) -> None:
@@ -123,7 +128,7 @@ def test_the_registry_killed_and_back_loses_nothing(cluster: RunningCluster) -> 
         for entry in os.listdir("/proc")
         if entry.isdigit()
         and _parent(int(entry)) == cluster.process.pid
-        and b"registry.sock" in open(f"/proc/{entry}/cmdline", "rb").read()  # noqa: SIM115
+        and b"registry.sock" in Path(f"/proc/{entry}/cmdline").read_bytes()
     )
     os.kill(registry, signal.SIGKILL)
     thread.join(60)

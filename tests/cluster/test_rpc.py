@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -108,6 +109,29 @@ async def test_ten_thousand_messages_while_both_sides_send(cluster: Cluster) -> 
     await until(lambda: len(client.envelopes) + len(worker.received) >= 20_000, "all messages")
     assert numbers(client.messages) == list(range(10_000))
     assert numbers(worker.messages_of("router")) == list(range(10_000))
+
+
+@pytest.mark.parametrize("answering", ["worker", "client"])
+async def test_a_send_does_not_swallow_an_arrival(cluster: Cluster, answering: str) -> None:
+    """A send empties the descriptor of a message that came before it: nothing would tell of that one."""
+    worker, address = await cluster.worker()
+    client = await cluster.known_client(worker, address)
+
+    def from_client(number: int) -> None:
+        client.connection.send(numbered(number))
+
+    def from_worker(number: int) -> None:
+        assert worker.server.send("router", numbered(number))
+
+    def both_have(number: int) -> bool:
+        return len(client.envelopes) == len(worker.received) == number
+
+    first, second = (from_client, from_worker) if answering == "worker" else (from_worker, from_client)
+    for number in range(5):
+        first(number)
+        time.sleep(0.02)  # noqa: ASYNC251 - the message arrives while the loop is busy
+        second(number)
+        await until(functools.partial(both_have, number + 1), "both messages")
 
 
 async def test_ping_pong_never_stalls(cluster: Cluster) -> None:

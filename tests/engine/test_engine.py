@@ -42,7 +42,10 @@ def test_decodes_come_before_prompts_in_one_budget() -> None:
     engine.add_request(new_request("second", PROMPT), 0.0)
     collector.step()
     batch = runner.batches[-1]
-    assert [(part.request_id, len(part.token_ids)) for part in batch.sequences] == [("first", 1), ("second", 7)]
+    assert [(part.request_id, len(part.token_ids)) for part in batch.sequences] == [
+        ("first", 1),
+        ("second", 7),
+    ]
     collector.run()
     assert collector.tokens["second"] == oracle(PROMPT, greedy())
 

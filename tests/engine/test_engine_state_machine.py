@@ -1,4 +1,4 @@
-"""Random walks over everything an engine can be asked to do, against undisturbed runs of the same requests."""
+"""Random walks over all that an engine can be asked to do, against undisturbed runs of the same requests."""
 
 from __future__ import annotations
 

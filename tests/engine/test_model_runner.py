@@ -26,7 +26,7 @@ NUM_BLOCKS = 80
 def bundled() -> Iterator[LoadedModel]:
     """The bundled model in the dtype that ``auto`` means here."""
     dtype = resolve_dtype("auto")
-    yield load_model(resolve_model("smollm2-135m-instruct"), dtype=dtype, backend=CpuBackend(dtype))
+    return load_model(resolve_model("smollm2-135m-instruct"), dtype=dtype, backend=CpuBackend(dtype))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,11 @@ class Driver:
         while len(table) * BLOCK_SIZE < end:
             table.append(self.free.pop())
         return ScheduledSequence(
-            request_id=name, token_ids=tokens[start:end], start=start, block_ids=tuple(table), needs_logits=True
+            request_id=name,
+            token_ids=tokens[start:end],
+            start=start,
+            block_ids=tuple(table),
+            needs_logits=True,
         )
 
     def step(self, *parts: ScheduledSequence) -> torch.Tensor:

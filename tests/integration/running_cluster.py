@@ -1,4 +1,4 @@
-"""A real local cluster, started by the command line as a user would, for tests that need several processes."""
+"""A real local cluster, started by the command line as a user would."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def aggregated_answers() -> Iterator[list[list[tuple[str, float]]]]:
     cluster.wait_until_idle()
     assert cluster.stop() == 0
     assert all(answers)
-    yield answers
+    return answers
 
 
 def test_one_prefill_and_one_decode_worker(

@@ -151,7 +151,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     """Wait for something that must come; fails with ``what`` where it does not."""
 
     async def poll() -> None:
-        while not condition():  # noqa: ASYNC110 - the conditions have no event to wait for
+        while not condition():  # noqa: ASYNC110 - any condition, not an event
             await asyncio.sleep(0.002)
 
     await within(poll(), what)

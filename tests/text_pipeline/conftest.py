@@ -45,7 +45,6 @@ def reference_tokenizer(bundled_metadata: dict[str, Any]) -> BackendTokenizer:
     )
     backend.decoder = decoders.ByteLevel()
     types = bundled_metadata["tokenizer.ggml.token_type"]
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, types) if kind == 3]
-    )
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == 3]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return backend

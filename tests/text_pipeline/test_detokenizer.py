@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def stream(detokenizer: IncrementalDetokenizer, chunks: list[list[int]]) -> list
 
 def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
     edges = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    return [ids[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [ids[start:end] for start, end in itertools.pairwise(edges)]
 
 
 @settings(max_examples=500, deadline=None)

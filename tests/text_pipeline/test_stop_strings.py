@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,7 +37,7 @@ def test_any_chunking_equals_oracle(text: str, stops: list[str], cuts: list[int]
     matcher = StopStringMatcher(stops, include_stop=include_stop)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     emitted, matched = "", None
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         result = matcher.push(text[start:end])
         emitted += result.text
         if matched is None and result.matched is None:

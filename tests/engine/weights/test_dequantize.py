@@ -1,4 +1,4 @@
-"""Every GGUF type against a reference that reads one value at a time, written from the format's description."""
+"""Every GGUF type against a reference that reads one value at a time, written from its description."""
 
 from __future__ import annotations
 
