@@ -19,8 +19,9 @@ Written by `python -m leadout.docs` from the types in `cluster/config.py`; a tes
 Every setting has one place in the tree `section.field` and can come from four sources, each winning over the
 one before: the default, a YAML file (`--config FILE` or `{CONFIG_FILE_VARIABLE}`), an environment variable
 (`LEADOUT_SECTION__FIELD`), and the command line (a flag of its own, or `--set section.field=value`). An
-unknown key or a wrong value stops the process with a message that names the key, the value, where it came from,
-and what is allowed. An environment variable set to the empty string counts as not set, `null` as no value.
+unknown key or a wrong value stops the process with a message that names the key, the value, where it came
+from, and what is allowed. An environment variable set to the empty string counts as not set, `null` as no
+value.
 
 ```yaml
 model:

@@ -88,7 +88,12 @@ def create_engine(
         source, dtype=torch_dtype, backend=CpuBackend(torch_dtype), max_model_len=max_model_len
     )
     _return_free_memory()
-    storage = KvCacheStorage(layout, num_blocks)
+    try:
+        storage = KvCacheStorage(layout, num_blocks)
+    except RuntimeError as error:  # how torch says that there is not enough memory
+        raise ValueError(
+            f"kv_cache_memory is {kv_cache_memory} bytes, and this machine cannot allocate them: {error}"
+        ) from error
     fingerprint = model_fingerprint(source)
     engine = Engine(
         ModelRunner(model.module, storage),

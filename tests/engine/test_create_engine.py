@@ -116,6 +116,11 @@ def test_memory_below_two_blocks_is_refused(tiny: ModelSource, memory: int) -> N
         assert number in str(caught.value)
 
 
+def test_more_memory_than_an_address_space_holds_is_refused(tiny: ModelSource) -> None:
+    with pytest.raises(ValueError, match=rf"kv_cache_memory is {1 << 60} bytes, and this machine cannot"):
+        create(tiny, kv_cache_memory=1 << 60)
+
+
 def test_smallest_cache_runs_a_request(tiny: ModelSource) -> None:
     created = create(tiny, kv_cache_memory=2 * BLOCK_BYTES)
     assert created.max_model_len == BLOCK_SIZE
