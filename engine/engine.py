@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -188,30 +189,38 @@ class Engine:
     def step(self, now: float) -> StepResult:
         """Schedules, computes and samples once. Does not raise for what the model or a request does.
 
-        If the forward pass raises, the requests in that batch end with an error, and the engine goes on.
+        First tokens of requests activated since the last step are delivered by a step of their own, which
+        computes nothing: they need not wait for the model. If the forward pass raises, the requests in that
+        batch end with an error, and the engine goes on.
         """
         began = time.perf_counter()
+        if self._pending_outputs:
+            return self._deliver_pending(now)
         scheduled = self._scheduler.schedule(now)
         update = self._compute(scheduled) if scheduled.sequences else SchedulerUpdate()
         for output in update.outputs:
             self._take_output(output)
-        outputs, self._pending_outputs = self._pending_outputs, []
-        stored, removed = self._kv_cache.take_events()
+        delivered = self._deliver_pending(now)
         duration_ms = (time.perf_counter() - began) * 1000
         if scheduled.sequences:
             weight = _STEP_AVERAGE_WEIGHT if self._step_ms else 1.0
             self._step_ms += weight * (duration_ms - self._step_ms)
-        return StepResult(
-            outputs=tuple(outputs),
+        return replace(
+            delivered,
             reservations=scheduled.reservations,
             progress=update.progress,
             first_scheduled=scheduled.first_scheduled,
-            blocks_stored=stored,
-            blocks_removed=removed,
             num_tokens=scheduled.batch.num_tokens,
             num_preempted=len(scheduled.preempted),
-            started_at=now,
             duration_ms=duration_ms,
+        )
+
+    def _deliver_pending(self, now: float) -> StepResult:
+        """Outputs and cache events gathered since the last step, as a step that computed nothing."""
+        outputs, self._pending_outputs = self._pending_outputs, []
+        stored, removed = self._kv_cache.take_events()
+        return StepResult(
+            outputs=tuple(outputs), blocks_stored=stored, blocks_removed=removed, started_at=now
         )
 
     def check_invariants(self) -> None:

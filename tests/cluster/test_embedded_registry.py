@@ -52,7 +52,6 @@ def test_after_a_crash_it_starts_again_under_the_same_url() -> None:
     server.stop()
 
 
-
 def test_it_dies_with_its_parent_even_if_that_is_killed() -> None:
     code = (
         "from cluster.embedded_registry import EmbeddedRegistry; import time\n"

@@ -18,7 +18,9 @@ def text(metrics: WorkerMetrics) -> str:
 
 def test_load_reports_become_gauges_and_counters() -> None:
     metrics = WorkerMetrics("decode")
-    metrics.set_load(LoadReport(state="ready", running=3, kv_blocks_quarantined=2, generation_tokens_total=10))
+    metrics.set_load(
+        LoadReport(state="ready", running=3, kv_blocks_quarantined=2, generation_tokens_total=10)
+    )
     metrics.set_load(LoadReport(state="draining", running=1, generation_tokens_total=25))
     shown = text(metrics)
     assert "leadout_worker_running 1.0" in shown
