@@ -73,13 +73,15 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
     """Decode worker → prefill worker: compute this prompt and write its KV into my blocks.
 
     ``block_ids[i]`` takes logical block ``first_block + i`` of the prompt. Blocks before ``first_block`` are
-    already here.
+    already here. Sent again while nothing is heard: a writer that knows it ignores that, one that is done
+    with it answers ``HandoffFenced``.
     """
 
     request_id: str
     attempt: int
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    prefill_incarnation: int  # the life of the prefill worker that is meant; another one must not write
     first_block: int
     block_ids: list[int]
     cache_salt: str = ""

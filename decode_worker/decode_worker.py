@@ -19,6 +19,7 @@ from cluster.messages import (
     TokenBatch,
     TokenOutput,
 )
+from cluster.recent_keys import RecentKeys
 from decode_worker.prefill_links import PrefillLinks
 from decode_worker.remote_prefills import RemotePrefillActions, RemotePrefills
 from decode_worker.request_table import DecodeRequest, RequestTable, request_timings
@@ -27,8 +28,6 @@ from engine.step_result import NewRequest, Reservation, SequenceOutput, StepResu
 from kv_transfer.transport import Peer, Transport
 
 logger = logging.getLogger(__name__)
-
-_REPEAT_CANCEL_S = 1.0  # while a prefill worker has not confirmed that it stopped
 
 
 class DecodeWorker:
@@ -63,6 +62,7 @@ class DecodeWorker:
         self._on_first_token = on_first_token
         self._on_failed = on_failed
         self._requests = RequestTable()
+        self._over: RecentKeys[tuple[str, int]] = RecentKeys()  # (request id, attempt)
         self._is_draining = False
         self.remote_prefills = RemotePrefills(
             own=own,
@@ -96,6 +96,8 @@ class DecodeWorker:
             request = self._requests.get(message.request_id)
             if request is not None and request.request.attempt <= message.attempt:
                 self._cancel(request, message.reason)
+            else:  # over, or not here yet: then it shall not start
+                self._over.add((message.request_id, message.attempt))
         else:
             logger.warning("dropped a %s from %s: not for a decode worker", type(message).__name__, peer)
 
@@ -124,7 +126,7 @@ class DecodeWorker:
                         code="deadline_exceeded", message="the request's deadline passed before it finished"
                     ),
                 )
-        self.remote_prefills.resend_cancels(_REPEAT_CANCEL_S)
+        self.remote_prefills.repeat_unanswered()
 
     def on_step(self, result: StepResult) -> None:
         """What one engine step did."""
@@ -147,6 +149,8 @@ class DecodeWorker:
 
     def _generate(self, router: str, incarnation: int, message: Generate) -> None:
         known = self._requests.get(message.request_id)
+        if (message.request_id, message.attempt) in self._over:
+            return  # it came late or twice
         if known is not None:
             if known.request.attempt >= message.attempt:
                 return  # a duplicate, or older than what runs
@@ -223,7 +227,7 @@ class DecodeWorker:
         )
 
     def _cancel(self, request: DecodeRequest, reason: str) -> None:
-        self._requests.remove(request)
+        self._end(request)
         quarantine = self.remote_prefills.cancel(request.request.request_id, request.request.attempt, reason)
         self._engine.run(lambda engine: engine.abort(request.engine_id, quarantine=quarantine))
 
@@ -240,7 +244,7 @@ class DecodeWorker:
             self._on_first_token(timings)
         error: RequestError | None = None
         if output.finish_reason is not None:
-            self._requests.remove(request)
+            self._end(request)
             if output.error is not None:
                 error = RequestError(code="engine_error", message=output.error, retryable=True)
                 self._on_failed(error.code)
@@ -255,8 +259,12 @@ class DecodeWorker:
             timings=timings,
         )
 
-    def _fail(self, request: DecodeRequest, error: RequestError) -> None:
+    def _end(self, request: DecodeRequest) -> None:
         self._requests.remove(request)
+        self._over.add((request.request.request_id, request.request.attempt))
+
+    def _fail(self, request: DecodeRequest, error: RequestError) -> None:
+        self._end(request)
         self._on_failed(error.code)
         failure = TokenOutput(
             request_id=request.request.request_id,

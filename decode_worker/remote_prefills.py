@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from kv_transfer.handoff_ledger import HandoffLedger
 from kv_transfer.transport import Peer, Transport
 
 logger = logging.getLogger(__name__)
+
+REPEAT_CANCEL_S = 1.0  # while a prefill worker has not confirmed that it stopped
+REPEAT_PREFILL_S = 5.0  # while neither a seal nor a refusal has come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,8 @@ class RemotePrefills:
         self._transport = transport
         self._clock = clock
         self._actions = actions
+        self._unanswered: dict[str, Prefill] = {}  # by engine id, to be sent again
+        self._sent_at: dict[str, float] = {}  # by engine id: the last repetition, unix seconds
 
     def start(self, request: DecodeRequest, reservation: Reservation) -> None:
         """Blocks are reserved: ask the request's prefill worker to fill those that are not cached here."""
@@ -67,6 +73,7 @@ class RemotePrefills:
             attempt=generate.attempt,
             prompt_token_ids=generate.prompt_token_ids,
             sampling=generate.sampling,
+            prefill_incarnation=peer.incarnation,
             first_block=first_block,
             block_ids=list(block_ids),
             cache_salt=generate.cache_salt,
@@ -80,6 +87,7 @@ class RemotePrefills:
             self._actions.on_failed(generate.request_id, generate.attempt, str(error))
             return
         self._advance(generate.request_id, generate.attempt, HandoffEvent.STREAM)
+        self._unanswered[request.engine_id] = message
 
     def on_sealed(self, sealed: Sealed) -> None:
         """The writer has written everything and sampled the first token."""
@@ -128,18 +136,23 @@ class RemotePrefills:
             logger.warning("cannot tell %s to stop: %s", handoff.prefill.worker_id, error)
         return True
 
-    def resend_cancels(self, older_than_s: float) -> None:
-        """Repeat the ``Cancel`` of handoffs that have been fencing for long: the first may have been lost."""
-        oldest = self._clock.unix() - older_than_s
+    def repeat_unanswered(self) -> None:
+        """Send what was not answered for long again: a message may be lost where a connection breaks."""
+        now = self._clock.unix()
         for handoff in self.ledger:
-            if handoff.state is HandoffState.FENCING and handoff.changed_at < oldest:
-                try:
-                    self._actions.send(
-                        handoff.prefill,
-                        Cancel(request_id=handoff.request_id, attempt=handoff.attempt, reason="repeated"),
-                    )
-                except RpcError:
-                    continue  # its lease decides
+            key = engine_id(handoff.request_id, handoff.attempt)
+            message: Message
+            if handoff.state is HandoffState.FENCING:
+                repeat_s = REPEAT_CANCEL_S
+                message = Cancel(request_id=handoff.request_id, attempt=handoff.attempt, reason="repeated")
+            elif handoff.state is HandoffState.STREAMING:
+                repeat_s, message = REPEAT_PREFILL_S, self._unanswered[key]
+            else:
+                continue
+            if now - self._sent_at.get(key, handoff.changed_at) >= repeat_s:
+                self._sent_at[key] = now
+                with contextlib.suppress(RpcError):  # its lease decides
+                    self._actions.send(handoff.prefill, message)
 
     def on_peer_lost(self, peer: Peer) -> None:
         """A prefill worker is dead and its agent is removed: it cannot write any more."""
@@ -159,7 +172,10 @@ class RemotePrefills:
     def _end(self, handoff: Handoff, event: HandoffEvent) -> None:
         self._advance(handoff.request_id, handoff.attempt, event)
         self.ledger.close(handoff.request_id, handoff.attempt)
-        self._transport.stop_expecting(engine_id(handoff.request_id, handoff.attempt))
+        key = engine_id(handoff.request_id, handoff.attempt)
+        self._unanswered.pop(key, None)
+        self._sent_at.pop(key, None)
+        self._transport.stop_expecting(key)
 
     def _advance(
         self, request_id: str, attempt: int, event: HandoffEvent, *, num_bytes: int = 0, reason: str = ""

@@ -12,6 +12,7 @@ import msgspec
 from cluster.clock import Clock
 from cluster.members import WorkerRecord
 from cluster.messages import Cancel, HandoffFenced, Message, Prefill, RequestError, RequestTimings, Sealed
+from cluster.recent_keys import RecentKeys
 from engine.engine_commands import EngineCommands
 from engine.step_result import NewRequest, PrefillProgress, SequenceOutput, StepResult
 from kv_transfer.handoff import FENCEABLE_STATES, HandoffEvent, HandoffStateError
@@ -61,6 +62,7 @@ class PrefillWorker:
         self._on_failed = on_failed
         self._requests: dict[str, PrefillRequest] = {}  # by engine id
         self._unconnected: list[UnconnectedPrefill] = []
+        self._over: RecentKeys[str] = RecentKeys()  # engine ids of what will never be written again
         self._is_draining = False
         self.ledger = HandoffLedger()
 
@@ -145,6 +147,14 @@ class PrefillWorker:
         if self._is_draining:
             self._refuse(prefill, "draining", f"worker {self._own.worker_id} drains")
             return
+        key = engine_id(prefill.sender, message.request_id, message.attempt)
+        if message.prefill_incarnation != self._own.incarnation:
+            return  # meant for a former life of this worker, whose end the sender learns from the registry
+        if key in self._requests:
+            return  # sent again; it is being worked on
+        if key in self._over:
+            self._send(prefill.sender, HandoffFenced(request_id=message.request_id, attempt=message.attempt))
+            return
         peer = self._get_peer(prefill.sender)
         if peer is None or peer.incarnation != prefill.incarnation:
             self._unconnected.append(prefill)
@@ -152,7 +162,7 @@ class PrefillWorker:
         request = PrefillRequest(
             message=message,
             peer=peer,
-            engine_id=engine_id(prefill.sender, message.request_id, message.attempt),
+            engine_id=key,
             received_at=prefill.received_at,
             next_block=message.first_block,
         )
@@ -196,6 +206,7 @@ class PrefillWorker:
     def _refuse(self, prefill: UnconnectedPrefill, code: str, reason: str) -> None:
         """Nothing was written and nothing will be."""
         self._on_failed(code)
+        self._over.add(engine_id(prefill.sender, prefill.message.request_id, prefill.message.attempt))
         self._send(
             prefill.sender,
             HandoffFenced(
@@ -227,11 +238,16 @@ class PrefillWorker:
         request.next_block = end
         request.writes_in_flight += 1
         offset = request.message.first_block
-        future = self._transport.write_blocks(
-            request.peer,
-            progress.block_ids[start:end],
-            request.message.block_ids[start - offset : end - offset],
-        )
+        try:
+            future = self._transport.write_blocks(
+                request.peer,
+                progress.block_ids[start:end],
+                request.message.block_ids[start - offset : end - offset],
+            )
+        except ValueError as error:  # block ids that the peer does not have
+            request.writes_in_flight -= 1
+            self._fence(request, str(error), RequestError(code="invalid_request", message=str(error)))
+            return
         future.add_done_callback(lambda done: self._post(lambda: self._write_done(request, done)))
 
     def _write_done(self, request: PrefillRequest, future: Future[TransferStats]) -> None:
@@ -263,7 +279,8 @@ class PrefillWorker:
             if (one.sender, one.message.request_id, one.message.attempt)
             != (sender, cancel.request_id, cancel.attempt)
         ]
-        # Not here: never arrived, or over. Either way nothing will be written.
+        # Not here: over, or not arrived yet, and then it shall not start. Nothing will be written.
+        self._over.add(engine_id(sender, cancel.request_id, cancel.attempt))
         self._send(sender, HandoffFenced(request_id=cancel.request_id, attempt=cancel.attempt))
 
     def _fence(self, request: PrefillRequest, reason: str, error: RequestError | None) -> None:
@@ -338,6 +355,7 @@ class PrefillWorker:
         self._advance(request, event)
         self.ledger.close(request.message.request_id, request.message.attempt)
         del self._requests[request.engine_id]
+        self._over.add(request.engine_id)
         self._engine.run(lambda engine: engine.release(request.engine_id))
 
     def _advance(

@@ -1,0 +1,206 @@
+"""A prefill worker's answers to what arrives late, twice, in the wrong order, or for another life of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.messages import Cancel, Generate, HandoffFenced, Message, Prefill, Sealed
+from kv_transfer.transport import Peer
+from prefill_worker.prefill_worker import PrefillWorker
+from tests.engine.prefix_runner import greedy, oracle
+from tests.simulation.world import Packet, Worker, World
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+
+
+class Bench:
+    """A world whose decode worker is played by the test: it sends what it likes."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        self.world.update_members()
+        self.prefill, self.decode = self.world.workers["prefill-0"], self.world.workers["decode-0"]
+        for worker in (self.prefill, self.decode):
+            worker.run_posts()
+
+    @property
+    def role(self) -> PrefillWorker:
+        assert isinstance(self.prefill.role, PrefillWorker)
+        return self.prefill.role
+
+    def prefill_message(self, request_id: str = "r", **fields: object) -> Prefill:
+        values = {
+            "request_id": request_id,
+            "attempt": 1,
+            "prompt_token_ids": PROMPT,
+            "sampling": greedy(),
+            "prefill_incarnation": self.prefill.peer.incarnation,
+            "first_block": 0,
+            "block_ids": [5, 6, 7],
+            **fields,
+        }
+        return Prefill(**values)  # type: ignore[arg-type]
+
+    def arrive(self, message: Message) -> None:
+        self.prefill.receive(Packet(self.decode.peer, "prefill-0", message))
+        self.prefill.run_posts()
+
+    def run(self, steps: int = 6) -> None:
+        for _ in range(steps):
+            self.prefill.step()
+            self.prefill.run_posts()
+
+    def land_all(self) -> None:
+        while self.world.writes:
+            self.world.land(self.world.writes[0])
+            self.prefill.run_posts()
+
+    def answers(self) -> list[Message]:
+        return [packet.message for packet in self.world.packets]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def free_everywhere(worker: Worker) -> bool:
+    load = worker.engine.load()
+    return load.kv_blocks_free == load.kv_blocks_total
+
+
+def test_chunks_are_pushed_as_they_finish_and_sealed_after_the_last_has_landed(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message())
+    bench.run(1)
+    assert [write.remote_ids for write in bench.world.writes] == [(5, 6)]  # 8 tokens computed: two blocks
+    bench.run()
+    assert [write.remote_ids for write in bench.world.writes] == [(5, 6), (7,)]  # with the partial one
+    bench.world.land(bench.world.writes[1])
+    bench.prefill.run_posts()
+    assert bench.answers() == [], "sealed before everything had landed"
+    bench.land_all()
+    (sealed,) = bench.answers()
+    assert isinstance(sealed, Sealed)
+    assert sealed.token_id == oracle(PROMPT, greedy())[0]
+    assert sealed.timings.num_computed_tokens == len(PROMPT)
+    assert bench.decode.runner.kv[[5, 6, 7]].flatten()[: len(PROMPT)].tolist() == PROMPT
+    bench.run()
+    assert free_everywhere(bench.prefill)
+    assert bench.role.num_active == 0
+
+
+def test_only_what_the_decode_worker_lacks_is_written(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message(first_block=2, block_ids=[7]))
+    bench.run()
+    assert [write.remote_ids for write in bench.world.writes] == [(7,)]
+
+
+def test_a_message_that_comes_twice_is_one_request(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message())
+    bench.run(1)
+    bench.arrive(bench.prefill_message())
+    bench.run()
+    bench.land_all()
+    assert [type(answer) for answer in bench.answers()] == [Sealed]
+    bench.arrive(bench.prefill_message())  # and once more, when it is over
+    bench.run()
+    assert bench.world.writes == []
+    assert [type(answer) for answer in bench.answers()] == [Sealed, HandoffFenced]
+
+
+def test_a_cancel_is_confirmed_only_after_the_write_under_way_has_ended(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message())
+    bench.run(1)
+    bench.arrive(Cancel(request_id="r", attempt=1))
+    bench.run()
+    assert bench.answers() == []
+    pinned = bench.prefill.engine.load().kv_blocks_held
+    assert pinned >= 2, "blocks that are being read were freed"
+    bench.land_all()
+    assert bench.answers() == [HandoffFenced(request_id="r", attempt=1)]
+    bench.run()
+    assert free_everywhere(bench.prefill)
+
+
+def test_a_request_that_arrives_after_its_cancel_does_not_start(bench: Bench) -> None:
+    bench.arrive(Cancel(request_id="r", attempt=1))
+    bench.arrive(bench.prefill_message())
+    bench.run()
+    assert bench.world.writes == []
+    assert bench.answers() == [HandoffFenced(request_id="r", attempt=1)] * 2
+    assert bench.role.num_active == 0
+
+
+def test_another_life_of_the_worker_does_not_write(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message(prefill_incarnation=99))
+    bench.run()
+    assert bench.world.writes == []
+    assert bench.role.num_active == 0
+
+
+def test_a_failed_write_is_told_after_all_writes_have_ended(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message())
+    bench.run()
+    first, second = bench.world.writes
+    bench.world.fail(first)
+    bench.prefill.run_posts()
+    assert bench.answers() == []
+    bench.world.land(second)
+    bench.prefill.run_posts()
+    (answer,) = bench.answers()
+    assert isinstance(answer, HandoffFenced)
+    assert answer.error is not None
+    assert answer.error.code == "transfer_failed"
+    assert answer.error.retryable
+
+
+def test_too_few_target_blocks_are_refused_with_the_numbers(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message(block_ids=[5, 6]))
+    (answer,) = bench.answers()
+    assert isinstance(answer, HandoffFenced)
+    assert answer.error is not None
+    assert "9 tokens has 3 blocks" in answer.error.message
+    assert bench.role.num_active == 0
+
+
+def test_a_lost_decode_worker_frees_its_blocks(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message())
+    bench.run(1)
+    bench.world.crash("decode-0")
+    bench.world.update_members()
+    bench.run()
+    assert free_everywhere(bench.prefill)
+    assert bench.role.num_active == 0
+
+
+def test_a_draining_worker_refuses_new_prompts_and_finishes_old_ones(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message("old"))
+    bench.role.drain()
+    bench.arrive(bench.prefill_message("new", block_ids=[9, 10, 11]))
+    bench.run()
+    bench.land_all()
+    refused, sealed = bench.answers()
+    assert isinstance(refused, HandoffFenced)
+    assert refused.error is not None
+    assert refused.error.code == "draining"
+    assert isinstance(sealed, Sealed)
+    assert sealed.request_id == "old"
+
+
+def test_a_decode_worker_that_is_not_connected_yet_is_waited_for_and_then_refused(bench: Bench) -> None:
+    stranger = Peer("decode-7", 3)
+    bench.prefill.receive(Packet(stranger, "prefill-0", bench.prefill_message("early")))
+    bench.run()
+    assert bench.answers() == []
+    assert bench.role.num_active == 1
+    bench.world.clock.advance(6)
+    bench.role.on_tick()
+    (answer,) = bench.answers()
+    assert isinstance(answer, HandoffFenced)
+    assert answer.error is not None
+    assert "decode-7" in answer.error.message
+
+
+def test_messages_for_other_roles_are_dropped(bench: Bench) -> None:
+    bench.arrive(Generate(request_id="r", attempt=1, prompt_token_ids=PROMPT, sampling=greedy()))
+    assert bench.role.num_active == 0

@@ -1,0 +1,379 @@
+"""A router, a prefill worker and a decode worker in one thread, on a network that misbehaves on command.
+
+The roles, engines and ledgers are the real ones; engines run the tiny prefix model, whose tokens depend on
+every position of the KV cache. Nothing happens by itself: each delivery, landing of a write, engine step and
+crash is a call, so that a random walk over the calls is a random interleaving of the processes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+
+from cluster.clock import ManualClock
+from cluster.kv_layout import KvLayout
+from cluster.members import ModelIdentity, Role, TransportEndpoint, WorkerRecord
+from cluster.messages import (
+    Cancel,
+    Generate,
+    HandoffFenced,
+    Message,
+    Prefill,
+    Sealed,
+    TokenBatch,
+    TokenOutput,
+)
+from cluster.rpc import RpcError
+from decode_worker.decode_worker import DecodeWorker
+from engine.engine import Engine
+from engine.engine_commands import EngineCommands
+from kv_transfer.peer_connections import PeerConnections
+from kv_transfer.transport import Peer, TransferError, TransferStats
+from prefill_worker.prefill_worker import PrefillWorker
+from tests.engine.prefix_runner import VOCAB_SIZE, make_engine
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 15
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32")
+
+
+@dataclass(eq=False)
+class Write:
+    """A one-sided write under way: its bytes are read and written when it lands."""
+
+    source: Worker
+    target: Peer
+    local_ids: tuple[int, ...]
+    remote_ids: tuple[int, ...]
+    future: Future[TransferStats]
+
+
+@dataclass(eq=False)
+class Packet:
+    """A message under way between two lives of processes."""
+
+    sender: Peer
+    receiver: str  # id: whoever lives there when it arrives
+    message: Message
+    is_notification: bool = False
+
+
+class SimulatedLoop:
+    """Stands for the engine's thread: commands and steps run when the world says so."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.commands: list[tuple[Callable[[Engine], Any], Future[Any]]] = []
+
+    def submit(self, command: Callable[[Engine], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.commands.append((command, future))
+        return future
+
+    def run_commands(self) -> None:
+        commands, self.commands = self.commands, []
+        for command, future in commands:
+            try:
+                future.set_result(command(self.engine))
+            except Exception as error:
+                future.set_exception(error)
+
+
+@dataclass(eq=False)
+class Worker:
+    """One life of one worker process."""
+
+    world: World
+    peer: Peer
+    role_name: Role
+    posts: list[Callable[[], None]] = field(default_factory=list)
+    agents: set[Peer] = field(default_factory=set)  # whom this one's transport knows
+    is_alive: bool = True
+
+    def __post_init__(self) -> None:
+        engine, self.runner = make_engine(
+            num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_batched_tokens=8, max_num_seqs=6
+        )
+        self.loop = SimulatedLoop(engine)
+        commands = EngineCommands(self.loop, self.posts.append)  # type: ignore[arg-type]
+        common: dict[str, Any] = {
+            "own": self.peer,
+            "block_size": BLOCK_SIZE,
+            "engine": commands,
+            "transport": self,
+            "clock": self.world.clock,
+            "send": self.answer,
+            "on_failed": lambda code: None,
+        }
+        self.role: PrefillWorker | DecodeWorker
+        if self.role_name == "prefill":
+            self.role = PrefillWorker(
+                get_peer=lambda name: self.connections.get(name),
+                mark_peer_failed=lambda peer: self.connections.mark_failed(peer),
+                post=self.posts.append,
+                on_sealed=lambda timings: None,
+                **common,
+            )
+            on_connected, on_lost = self.role.on_peer_connected, self.role.on_peer_lost
+        else:
+            self.role = DecodeWorker(links=self, on_first_token=lambda timings: None, **common)  # type: ignore[arg-type]
+            remote = self.role.remote_prefills
+            on_connected, on_lost = lambda peer, record: None, remote.on_peer_lost
+        self.connections = PeerConnections(
+            self,  # type: ignore[arg-type]
+            self.record,
+            post=self.posts.append,
+            on_connected=on_connected,
+            on_lost=on_lost,
+        )
+
+    @property
+    def engine(self) -> Engine:
+        return self.loop.engine
+
+    @property
+    def record(self) -> WorkerRecord:
+        return WorkerRecord(
+            id=self.peer.worker_id,
+            incarnation=self.peer.incarnation,
+            role=self.role_name,
+            pid=1,
+            host="h",
+            address="tcp://127.0.0.1:1",
+            metrics_address="",
+            model=ModelIdentity(
+                name="m",
+                source="m",
+                fingerprint="f",
+                dtype="float32",
+                max_model_len=64,
+                vocab_size=VOCAB_SIZE,
+                eos_token_ids=(),
+            ),
+            kv_layout=LAYOUT,
+            endpoint=TransportEndpoint(
+                kind="in_process", agent_name="a", metadata=b"", base_address=0, num_blocks=NUM_BLOCKS
+            ),
+        )
+
+    # --- messages ---
+
+    def answer(self, receiver: str, message: Message) -> bool:
+        self.world.packets.append(Packet(self.peer, receiver, message))
+        return True
+
+    def get(self, worker_id: str) -> Peer | None:
+        """As PrefillLinks."""
+        return self.connections.get(worker_id)
+
+    def send(self, peer: Peer, message: Message) -> None:
+        """As PrefillLinks."""
+        if self.connections.get(peer.worker_id) != peer:
+            raise RpcError("gone")
+        self.world.packets.append(Packet(self.peer, peer.worker_id, message))
+
+    def receive(self, packet: Packet) -> None:
+        if packet.is_notification:
+            assert isinstance(packet.message, Sealed)
+            assert isinstance(self.role, DecodeWorker)
+            self.role.remote_prefills.on_sealed(packet.message)
+        elif isinstance(packet.message, HandoffFenced):
+            assert isinstance(self.role, DecodeWorker)
+            self.role.on_prefill_worker_message(packet.sender, packet.message)
+        else:
+            self.role.on_message(packet.sender.worker_id, packet.sender.incarnation, packet.message)
+
+    # --- the transport ---
+
+    def add_peer(self, record: WorkerRecord) -> Future[None]:
+        future: Future[None] = Future()
+        self.agents.add(Peer(record.id, record.incarnation))
+        future.set_result(None)
+        return future
+
+    def remove_peer(self, peer: Peer) -> Future[None]:
+        """Both directions: afterwards neither side of the pair can write into the other."""
+        self.agents.discard(peer)
+        for write in list(self.world.writes):
+            if {write.source.peer, write.target} == {self.peer, peer}:
+                self.world.fail(write)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def write_blocks(self, peer: Peer, local: Sequence[int], remote: Sequence[int]) -> Future[TransferStats]:
+        future: Future[TransferStats] = Future()
+        write = Write(self, peer, tuple(local), tuple(remote), future)
+        target = self.world.at(peer)
+        if peer not in self.agents or target is None or self.peer not in target.agents:
+            future.set_exception(TransferError("no such peer"))
+        else:
+            self.world.writes.append(write)
+        return future
+
+    def notify(self, peer: Peer, payload: bytes) -> Future[None]:
+        sealed = msgspec.msgpack.decode(payload, type=Sealed)
+        self.world.packets.append(Packet(self.peer, peer.worker_id, sealed, is_notification=True))
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def expect_traffic(self, key: str) -> None: ...
+
+    def stop_expecting(self, key: str) -> None: ...
+
+    # --- what the world makes it do ---
+
+    def run_posts(self) -> None:
+        while self.posts:
+            self.posts.pop(0)()
+
+    def step(self) -> None:
+        self.loop.run_commands()
+        if self.engine.has_work():
+            result = self.engine.step(self.world.clock.monotonic())
+            self.posts.append(functools.partial(self.role.on_step, result))
+
+
+@dataclass(eq=False)
+class Answer:
+    """What the router knows of one request."""
+
+    generate: Generate
+    tokens: list[int] = field(default_factory=list)
+    endings: list[str] = field(default_factory=list)  # finish reasons and error codes
+    is_cancelled: bool = False
+
+
+class World:
+    """The processes, what is under way between them, and what must hold at every moment."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.packets: list[Packet] = []
+        self.writes: list[Write] = []
+        self.answers: dict[str, Answer] = {}
+        self.workers: dict[str, Worker] = {}
+        self._lives = 0
+        self.start("prefill-0", "prefill")
+        self.start("decode-0", "decode")
+
+    def start(self, name: str, role: Role) -> None:
+        self._lives += 1
+        self.workers[name] = Worker(self, Peer(name, self._lives), role)
+
+    def at(self, peer: Peer) -> Worker | None:
+        worker = self.workers.get(peer.worker_id)
+        return worker if worker is not None and worker.is_alive and worker.peer == peer else None
+
+    def crash(self, name: str) -> None:
+        """kill -9: its memory is gone, and so are the writes it was making and those into it."""
+        worker = self.workers[name]
+        worker.is_alive = False
+        for write in list(self.writes):
+            if write.source is worker:
+                self.writes.remove(write)
+            elif write.target == worker.peer:
+                self.fail(write)
+        if worker.role_name == "decode":
+            for answer in self.answers.values():  # the router's lease view: its streams end
+                if not answer.endings:
+                    answer.endings.append("worker lost")
+
+    def update_members(self) -> None:
+        records = [worker.record for worker in self.workers.values() if worker.is_alive]
+        for worker in self.workers.values():
+            if worker.is_alive:
+                worker.connections.update(records)
+
+    def send_generate(self, generate: Generate) -> None:
+        self.answers[generate.request_id] = Answer(generate)
+        self.packets.append(Packet(Peer("router-0", 1), "decode-0", generate))
+
+    def cancel(self, request_id: str) -> None:
+        answer = self.answers[request_id]
+        answer.is_cancelled = True
+        cancel = Cancel(request_id=request_id, attempt=answer.generate.attempt)
+        self.packets.append(Packet(Peer("router-0", 1), "decode-0", cancel))
+
+    def deliver(self, packet: Packet, *, keep: bool = False) -> None:
+        """Hand a packet over; with ``keep`` it will arrive once more."""
+        if not keep:
+            self.packets.remove(packet)
+        if packet.receiver == "router-0":
+            assert isinstance(packet.message, TokenBatch)
+            for output in packet.message.outputs:
+                self._take(output)
+            return
+        worker = self.workers[packet.receiver]
+        if worker.is_alive:
+            worker.receive(packet)
+        elif isinstance(packet.message, Generate):  # the router notices by the lease
+            answer = self.answers[packet.message.request_id]
+            if not answer.endings:
+                answer.endings.append("worker lost")
+
+    def land(self, write: Write) -> None:
+        """A write completes: its bytes go from one cache into the other now."""
+        self.writes.remove(write)
+        target = self.at(write.target)
+        assert target is not None
+        target.runner.kv[torch.tensor(write.remote_ids)] = write.source.runner.kv[
+            torch.tensor(write.local_ids)
+        ]
+        stats = TransferStats(num_bytes=len(write.local_ids), num_descriptors=1, duration_ms=0.1)
+        write.future.set_result(stats)
+
+    def fail(self, write: Write) -> None:
+        self.writes.remove(write)
+        write.future.set_exception(TransferError("cut"))
+
+    def check(self) -> None:
+        """No block is both free and writable by a peer, or both free and being read by a transfer."""
+        for worker in self.workers.values():
+            if worker.is_alive:
+                worker.engine.check_invariants()
+                ledger = (
+                    worker.role.ledger
+                    if isinstance(worker.role, PrefillWorker)
+                    else worker.role.remote_prefills.ledger
+                )
+                ledger.check_invariants()
+        for write in self.writes:
+            target = self.at(write.target)
+            assert target is not None
+            self._check_held(target, write.remote_ids, "written")
+            self._check_held(write.source, write.local_ids, "read")
+        for worker in self.workers.values():
+            if not worker.is_alive or not isinstance(worker.role, PrefillWorker):
+                continue
+            for request in worker.role._requests.values():
+                decode = self.at(request.peer)
+                if decode is not None and worker.peer in decode.agents and not request.is_fencing:
+                    pushed = request.next_block - request.message.first_block
+                    if request.output is None or request.writes_in_flight:
+                        self._check_held(decode, request.message.block_ids[pushed:], "writable")
+
+    def _check_held(self, worker: Worker, block_ids: Sequence[int], what: str) -> None:
+        pool = worker.engine._kv_cache._pool
+        free = [block_id for block_id in block_ids if pool.ref_count(block_id) == 0]
+        assert not free, f"blocks {free} of {worker.peer.worker_id} are free, but still {what}"
+
+    def _take(self, output: TokenOutput) -> None:
+        answer = self.answers[output.request_id]
+        if answer.is_cancelled or answer.endings:
+            return
+        answer.tokens += output.token_ids
+        if output.error is not None:
+            answer.endings.append(output.error.code)
+        elif output.finish_reason is not None:
+            answer.endings.append(output.finish_reason)
+
+
+REPAIRABLE = (Prefill, Cancel, HandoffFenced)  # what the protocol sends again where it is lost
