@@ -68,9 +68,9 @@ def stream_answer(url: str, body: dict[str, Any]) -> Iterator[str]:
                 if not line.startswith("data:") or data == "[DONE]":
                     continue
                 chunk = json.loads(data)
-                if "error" in chunk:
-                    raise UserError(str(chunk["error"].get("message", chunk["error"])))
-                for choice in chunk["choices"]:
+                if chunk.get("error"):
+                    raise UserError(_message_of(chunk["error"]))
+                for choice in chunk.get("choices") or []:
                     yield choice["delta"].get("content") or ""
     except httpx.HTTPError as error:
         raise UserError(f"{url} does not answer: {error}") from None
@@ -88,6 +88,10 @@ def _lines(is_interactive: bool) -> Iterator[str]:
 
 def _error_message(response: httpx.Response) -> str:
     try:
-        return str(response.json()["error"]["message"])
+        return _message_of(response.json()["error"])
     except (ValueError, KeyError, TypeError):
         return f"the server answered {response.status_code}: {response.text[:200]}"
+
+
+def _message_of(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -217,7 +217,7 @@ def bench(
 def status(
     url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Print the router's answer as it is.")] = False,
-    watch: Annotated[float | None, typer.Option(help="Refresh each so many seconds.")] = None,
+    watch: Annotated[float | None, typer.Option(help="Refresh each so many seconds.", min=0.1)] = None,
 ) -> None:
     """Show what runs where, and how busy it is. Exit status 1 if nothing can be served."""
     from leadout.status import run_status
@@ -232,6 +232,14 @@ def version() -> None:
 
 
 def _base_url(url: str) -> str:
+    import httpx
+
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise UserError(f"--url {url!r}: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise UserError(f"--url {url!r}: expected http://host:port or https://host:port")
     return url.rstrip("/").removesuffix("/v1")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from cluster.config import LeadoutConfig, to_environment
-from cluster.embedded_registry import EmbeddedRegistry
+from cluster.embedded_registry import EmbeddedRegistry, EmbeddedRegistryError
 from leadout.child_process import ChildProcess, ChildSpec, describe_exit
 from leadout.cpu_plan import available_cores, plan_cpus
 from leadout.errors import UserError
@@ -182,7 +182,12 @@ class LocalCluster:
                 f"{spec.name} {describe_exit(status)}, starting it again in {decision.delay_s:g} s"
             )
             await asyncio.sleep(decision.delay_s)
-            child = self._spawn(spec)
+            try:
+                child = self._spawn(spec)
+            except OSError as error:
+                self._events.on_notice(f"{spec.name} cannot be started again: {error}")
+                self.given_up.set()
+                return
 
     async def _watch(self) -> None:
         """Keep the registry alive, and learn when restarted processes are ready."""
@@ -190,7 +195,12 @@ class LocalCluster:
             await asyncio.sleep(_WATCH_S)
             if self._registry is not None and not self._registry.is_running():
                 self._events.on_notice("the registry died, starting it again")
-                self._registry.start()
+                try:
+                    self._registry.start()
+                except (EmbeddedRegistryError, OSError) as error:
+                    self._events.on_notice(f"the registry is not started again: {error}")
+                    self.given_up.set()
+                    return
             if len(self._ready_since) < len(self._specs):
                 await self._note_ready()
 

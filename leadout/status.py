@@ -26,7 +26,9 @@ def run_status(url: str, *, as_json: bool, watch_s: float | None) -> int:
         console = wide_console()
         console.print(state_table(state))
         for item in state.get("incompatible", []):
-            console.print(f"not paired: {' and '.join(item['workers'])}: {item['reason']}", style="yellow")
+            names = " and ".join(item["workers"])
+            # A reason may hold brackets, which are no markup.
+            console.print(f"not paired: {names}: {item['reason']}", style="yellow", markup=False)
     else:
         with Live(state_table(state), auto_refresh=False) as live:
             while True:
@@ -50,6 +52,8 @@ def fetch_state(url: str) -> dict[str, Any]:
         state: dict[str, Any] = response.json()
     except (httpx.HTTPError, ValueError) as error:
         raise UserError(f"no Leadout router answers at {url}: {error}") from None
+    if not isinstance(state, dict) or not {"workers", "routers"} <= state.keys():
+        raise UserError(f"what answers at {url} is no Leadout router: its /cluster lists no workers")
     return state
 
 

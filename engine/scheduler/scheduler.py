@@ -26,6 +26,7 @@ from engine.scheduler.admission import Admission
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.errors import QueueFullError, RequestStateError
 from engine.scheduler.output import QueueCounts, SchedulerOutput, SchedulerUpdate
+from engine.scheduler.queues import SequenceQueues
 from engine.scheduler.request_limits import check_request
 from engine.scheduler.stop_conditions import check_stop
 from engine.sequence import SampledToken, Sequence, SequenceStatus
@@ -66,10 +67,7 @@ class Scheduler:
         self.max_model_len = min(max_model_len, self._capacity_tokens)
         self._model_len_limit = max_model_len
         self._admission = Admission(config, kv_cache)
-        self._sequences: dict[str, Sequence] = {}  # all that are not finished
-        self._waiting: dict[str, Sequence] = {}
-        self._reserved: dict[str, Sequence] = {}
-        self._running: dict[str, Sequence] = {}
+        self._queues = SequenceQueues()
         self._step_in_flight = False
         self._num_arrived = 0
         self._num_preemptions = 0
@@ -83,13 +81,13 @@ class Scheduler:
 
         Raises ValueError if it is malformed or could never fit, QueueFullError if too many wait.
         """
-        if request.request_id in self._sequences or self.kv_cache.is_known(request.request_id):
+        if request.request_id in self._queues.all or self.kv_cache.is_known(request.request_id):
             raise RequestStateError(
                 f"request {request.request_id} exists already, or its blocks are not released yet"
             )
         check_request(request, capacity_tokens=self._capacity_tokens, max_model_len=self._model_len_limit)
-        if len(self._waiting) >= self.config.max_num_waiting:
-            raise QueueFullError(f"{len(self._waiting)} requests are waiting, at most that many may")
+        if len(self._queues.waiting) >= self.config.max_num_waiting:
+            raise QueueFullError(f"{len(self._queues.waiting)} requests are waiting, at most that many may")
         sequence = Sequence(
             request,
             arrived_at=now,
@@ -97,7 +95,7 @@ class Scheduler:
             hash_root=self.kv_cache.hash_root(request.cache_salt),
         )
         self._num_arrived += 1
-        self._sequences[request.request_id] = self._waiting[request.request_id] = sequence
+        self._queues.all[request.request_id] = self._queues.waiting[request.request_id] = sequence
 
     def abort(self, request_id: str, *, quarantine: bool = False, hold: bool = False) -> bool:
         """Drops a request, without any output. Returns False if it is unknown or already finished.
@@ -106,11 +104,11 @@ class Scheduler:
         the peer may still write. ``hold``: keep its blocks, if it has any, until ``release``, as they may
         still be read by a transfer.
         """
-        sequence = self._sequences.get(request_id)
+        sequence = self._queues.all.get(request_id)
         if sequence is None:
             return False
         reserved = sequence.status is SequenceStatus.WAITING_FOR_REMOTE_KVS
-        self._forget(sequence, SequenceStatus.FINISHED_ABORTED)
+        self._queues.forget(sequence, SequenceStatus.FINISHED_ABORTED)
         if not self.kv_cache.is_known(request_id):
             return True
         if quarantine and reserved:
@@ -126,15 +124,15 @@ class Scheduler:
 
         Returns that token's output. Raises RequestStateError unless the request waits for remote KV.
         """
-        sequence = self._reserved_sequence(request_id)
+        sequence = self._queues.reserved_sequence(request_id)
         sequence.num_computed_tokens = sequence.num_tokens
         sequence.num_prompt_tokens_counted = sequence.num_prompt_tokens
         self.kv_cache.remote_writer_done(request_id)
         self.kv_cache.register_computed(sequence)
-        del self._reserved[request_id]
+        del self._queues.reserved[request_id]
         sequence.remote_prefill = False  # if it is preempted, it is recomputed here
         sequence.status = SequenceStatus.RUNNING
-        self._running[request_id] = sequence
+        self._queues.running[request_id] = sequence
         return self._append_token(sequence, SampledToken(token_id=first_token, logprobs=logprobs))
 
     def fail_remote(self, request_id: str, num_landed_tokens: int = 0) -> None:
@@ -143,7 +141,7 @@ class Scheduler:
         The first ``num_landed_tokens`` positions (those cached here before included) already hold valid KV.
         Raises RequestStateError unless the request waits for remote KV, ValueError on an impossible number.
         """
-        sequence = self._reserved_sequence(request_id)
+        sequence = self._queues.reserved_sequence(request_id)
         if not 0 <= num_landed_tokens <= sequence.num_tokens:
             raise ValueError(
                 f"num_landed_tokens of request {request_id} is {num_landed_tokens},"
@@ -157,28 +155,28 @@ class Scheduler:
         self.kv_cache.register_computed(sequence)
         sequence.remote_prefill = False
         sequence.status = SequenceStatus.WAITING
-        self._waiting[request_id] = self._reserved.pop(request_id)
+        self._queues.waiting[request_id] = self._queues.reserved.pop(request_id)
 
     def get(self, request_id: str) -> Sequence | None:
         """The unfinished request of that id."""
-        return self._sequences.get(request_id)
+        return self._queues.all.get(request_id)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step might have something to do: requests that wait for a peer do not count."""
-        return bool(self._running or self._waiting)
+        return bool(self._queues.running or self._queues.waiting)
 
     def counts(self) -> QueueCounts:
         """Lengths of the queues, and totals."""
         uncached = 0
-        for sequence in self._running.values():
+        for sequence in self._queues.running.values():
             uncached += sequence.num_uncomputed_tokens if sequence.num_uncomputed_tokens > 1 else 0
-        for sequence in self._waiting.values():
+        for sequence in self._queues.waiting.values():
             uncached += 0 if sequence.remote_prefill else self._admission.num_remaining_tokens(sequence)
         return QueueCounts(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            waiting_for_remote_kv=len(self._reserved),
+            running=len(self._queues.running),
+            waiting=len(self._queues.waiting),
+            waiting_for_remote_kv=len(self._queues.reserved),
             waiting_prefill_tokens=uncached,
             num_preemptions=self._num_preemptions,
             prompt_tokens_total=self._prompt_tokens_total,
@@ -197,7 +195,7 @@ class Scheduler:
         chunks: list[tuple[Sequence, int]] = []
         preempted: list[str] = []
         # Oldest first: a victim, being the youngest, has then not been scheduled yet in this step.
-        for sequence in sorted(self._running.values(), key=lambda running: running.arrival_index):
+        for sequence in sorted(self._queues.running.values(), key=lambda running: running.arrival_index):
             decoding = sequence.status is SequenceStatus.RUNNING and sequence.num_uncomputed_tokens == 1
             if decoding and budget > 0 and self._grow(sequence, preempted):
                 chunks.append((sequence, 1))
@@ -227,7 +225,7 @@ class Scheduler:
         outputs: list[SequenceOutput] = []
         progress: list[PrefillProgress] = []
         for sequence, scheduled in zip(output.sequences, output.batch.sequences, strict=True):
-            if self._sequences.get(sequence.request_id) is not sequence:
+            if self._queues.all.get(sequence.request_id) is not sequence:
                 continue
             token = sampled[sequence.request_id] if scheduled.needs_logits else None
             if token is not None and token.error is not None:
@@ -250,23 +248,14 @@ class Scheduler:
             outputs=tuple(
                 self._finish_with_error(sequence, error)
                 for sequence in output.sequences
-                if self._sequences.get(sequence.request_id) is sequence
+                if self._queues.all.get(sequence.request_id) is sequence
             )
         )
 
     def check_invariants(self) -> None:
         """Raises AssertionError if queues, sequences and KV cache contradict each other."""
-        queued = [*self._waiting.values(), *self._reserved.values(), *self._running.values()]
-        assert sorted(sequence.request_id for sequence in queued) == sorted(self._sequences), "queues differ"
-        for sequence in self._waiting.values():
-            assert sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED), repr(sequence)
-        for sequence in self._reserved.values():
-            assert sequence.status is SequenceStatus.WAITING_FOR_REMOTE_KVS, repr(sequence)
-        for sequence in self._running.values():
-            assert sequence.status is SequenceStatus.RUNNING, repr(sequence)
-            assert sequence.num_uncomputed_tokens >= 1, repr(sequence)
-        assert len(self._running) + len(self._reserved) <= self.config.max_num_seqs, "too many sequences"
-        self.kv_cache.check_invariants(queued)
+        self._queues.check_invariants(self.config.max_num_seqs)
+        self.kv_cache.check_invariants(self._queues.all.values())
 
     # --- parts of schedule ---------------------------------------------------------------------------------
 
@@ -274,8 +263,8 @@ class Scheduler:
         self, now: float, budget: int, reservations: list[Reservation], *, may_admit: bool
     ) -> list[tuple[Sequence, int]]:
         """Chunks of started and waiting prompts in the policy's order; fills ``reservations``."""
-        started = [s for s in self._running.values() if s.num_uncomputed_tokens > 1]
-        candidates = self._admission.in_order([*started, *self._waiting.values()], now)
+        started = [s for s in self._queues.running.values() if s.num_uncomputed_tokens > 1]
+        candidates = self._admission.in_order([*started, *self._queues.waiting.values()], now)
         largest_chunk = budget
         if len(candidates) > 1 and self.config.long_prefill_token_threshold:
             largest_chunk = self.config.long_prefill_token_threshold
@@ -287,17 +276,19 @@ class Scheduler:
                     continue
                 if budget == 0 and not sequence.remote_prefill:
                     continue
-                if not has_blocks and not self._admission.allocate_prompt(sequence, self._num_admitted()):
+                if not has_blocks and not self._admission.allocate_prompt(
+                    sequence, self._queues.num_admitted
+                ):
                     may_admit = False
                     continue
-                if has_blocks and self._num_admitted() >= self.config.max_num_seqs:
+                if has_blocks and self._queues.num_admitted >= self.config.max_num_seqs:
                     continue
-                del self._waiting[sequence.request_id]
+                del self._queues.waiting[sequence.request_id]
                 if sequence.remote_prefill:
                     reservations.append(self._reserve(sequence))
                     continue
                 sequence.status = SequenceStatus.RUNNING
-                self._running[sequence.request_id] = sequence
+                self._queues.running[sequence.request_id] = sequence
             count = min(sequence.num_uncomputed_tokens, budget, largest_chunk)
             if count > 0:
                 chunks.append((sequence, count))
@@ -306,7 +297,7 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence) -> Reservation:
         sequence.status = SequenceStatus.WAITING_FOR_REMOTE_KVS
-        self._reserved[sequence.request_id] = sequence
+        self._queues.reserved[sequence.request_id] = sequence
         return Reservation(
             request_id=sequence.request_id,
             block_ids=self.kv_cache.block_table(sequence.request_id, sequence.num_tokens),
@@ -317,7 +308,7 @@ class Scheduler:
         """Makes room for one more token, preempting the youngest if need be. False if that was itself."""
         while not self.kv_cache.extend(sequence.request_id, sequence.num_tokens):
             # Blocks of a prefill_only sequence may be on their way to a peer: they stay.
-            victims = [running for running in self._running.values() if not running.prefill_only]
+            victims = [running for running in self._queues.running.values() if not running.prefill_only]
             victim = max(victims, key=lambda running: running.arrival_index)
             self._preempt(victim)
             preempted.append(victim.request_id)
@@ -331,7 +322,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.PREEMPTED
         self._num_preemptions += 1
-        self._waiting[sequence.request_id] = self._running.pop(sequence.request_id)
+        self._queues.waiting[sequence.request_id] = self._queues.running.pop(sequence.request_id)
 
     def _scheduled(self, sequence: Sequence, count: int) -> ScheduledSequence:
         start = sequence.num_computed_tokens
@@ -342,9 +333,6 @@ class Scheduler:
             block_ids=self.kv_cache.block_table(sequence.request_id, start + count),
             needs_logits=start + count == sequence.num_tokens,
         )
-
-    def _num_admitted(self) -> int:
-        return len(self._running) + len(self._reserved)
 
     # --- parts of update -----------------------------------------------------------------------------------
 
@@ -398,25 +386,9 @@ class Scheduler:
         )
 
     def _finish(self, sequence: Sequence, status: SequenceStatus) -> None:
-        self._forget(sequence, status)
+        self._queues.forget(sequence, status)
         if sequence.prefill_only:
             # However it ended: chunks reported earlier may still be on their way to a peer.
             self.kv_cache.hold(sequence.request_id)
         else:
             self.kv_cache.free(sequence.request_id)
-
-    def _forget(self, sequence: Sequence, status: SequenceStatus) -> None:
-        sequence.status = status
-        del self._sequences[sequence.request_id]
-        for queue in (self._waiting, self._reserved, self._running):
-            queue.pop(sequence.request_id, None)
-
-    def _reserved_sequence(self, request_id: str) -> Sequence:
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
-            raise RequestStateError(f"request {request_id} is unknown, or has finished")
-        if sequence.status is not SequenceStatus.WAITING_FOR_REMOTE_KVS:
-            raise RequestStateError(
-                f"request {request_id} is {sequence.status.name}, must be WAITING_FOR_REMOTE_KVS"
-            )
-        return sequence

@@ -85,16 +85,20 @@ async def _read(response: httpx.Response, record: RequestRecord, clock: Callable
             is_complete = True
             continue
         chunk = json.loads(data)
-        if "error" in chunk:
-            record.error = str((chunk["error"] or {}).get("code") or "error in stream")
+        if not isinstance(chunk, dict):
+            raise ValueError(f"expected a JSON object, got {data[:80]!r}")
+        error = chunk.get("error")
+        if error:
+            code = error.get("code") if isinstance(error, dict) else None
+            record.error = str(code or "error in stream")
             return
         choices = chunk.get("choices") or []
         if any(choice.get("text") for choice in choices):
             record.token_times.append(clock())
         usage = chunk.get("usage")
         if usage:
-            record.prompt_tokens = usage.get("prompt_tokens", 0)
-            record.completion_tokens = usage.get("completion_tokens", 0)
+            record.prompt_tokens = usage.get("prompt_tokens") or 0
+            record.completion_tokens = usage.get("completion_tokens") or 0
             record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             record.server_timings = usage.get("leadout")
     if not is_complete:

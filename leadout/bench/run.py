@@ -32,6 +32,8 @@ def run_bench(
     """Send the whole workload and print the result. Raises UserError if the server does not answer."""
     if concurrency is not None and concurrency < 1:
         raise UserError(f"the concurrency is {concurrency}, must be at least 1")
+    if num_warmup < 0:
+        raise UserError(f"the number of warm-up requests is {num_warmup}, must be at least 0")
     console = Console(stderr=as_json)
     with Progress(
         TextColumn("{task.description}"),

@@ -70,22 +70,30 @@ def synthetic_workload(settings: WorkloadSettings) -> list[BenchRequest]:
 def workload_from_file(path: Path, settings: WorkloadSettings) -> list[BenchRequest]:
     """One JSON object per line: ``{"prompt": "…", "max_tokens": 64}``; ``max_tokens`` may be missing.
 
-    The first ``num_requests`` lines are taken. Raises UserError that names the line.
+    The first ``num_requests`` lines that are not blank are taken. Raises UserError that names the line.
     """
+    if settings.num_requests < 1:
+        raise UserError(f"the number of requests is {settings.num_requests}, must be at least 1")
     requests = []
     rng = random.Random(settings.seed)
     try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()][: settings.num_requests]
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    # Not splitlines(), which also splits at characters that JSON allows within a text.
+    numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    lines = numbered[: settings.num_requests]
     arrivals = _arrivals(len(lines), settings.request_rate, rng)
-    for number, (line, at_s) in enumerate(zip(lines, arrivals, strict=True), start=1):
+    for (number, line), at_s in zip(lines, arrivals, strict=True):
         try:
             entry = json.loads(line)
             prompt, max_tokens = entry["prompt"], entry.get("max_tokens", settings.output_len)
         except (ValueError, KeyError, TypeError, AttributeError):
             prompt, max_tokens = None, None
-        if not isinstance(prompt, str) or not isinstance(max_tokens, int) or max_tokens < 1:
+        # type() is: True and False are no numbers here.
+        if not isinstance(prompt, str) or type(max_tokens) is not int or max_tokens < 1:
             raise UserError(
                 f'{path}, line {number}: expected {{"prompt": text, "max_tokens": number}}, got {line[:80]!r}'
             )

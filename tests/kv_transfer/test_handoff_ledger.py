@@ -1,0 +1,106 @@
+"""The ledger under random events: its indexes agree, and a writable block has one handoff."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kv_transfer.handoff import HandoffEvent, HandoffState, HandoffStateError, legal_events
+from kv_transfer.handoff_ledger import HandoffLedger
+from kv_transfer.transport import Peer
+
+WRITERS = [Peer("p0", 1), Peer("p0", 2), Peer("p1", 1)]
+OWN = Peer("d0", 1)
+
+
+def open_handoff(
+    ledger: HandoffLedger, name: str, blocks: tuple[int, ...], writer: Peer = WRITERS[0]
+) -> None:
+    ledger.open(
+        request_id=name, attempt=1, prefill=writer, decode=OWN, block_ids=blocks, now=0.0, deadline=5.0
+    )
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = HandoffLedger()
+        self.count = 0
+
+    @rule(blocks=st.sets(st.integers(0, 9), max_size=4), writer=st.sampled_from(WRITERS))
+    def open(self, blocks: set[int], writer: Peer) -> None:
+        writable = {
+            block
+            for one in self.ledger
+            if one.state in (HandoffState.RESERVED, HandoffState.STREAMING, HandoffState.FENCING)
+            for block in one.block_ids
+        }
+        name = f"r{self.count}"
+        self.count += 1
+        if blocks & writable:
+            with pytest.raises(HandoffStateError, match="may still write"):
+                open_handoff(self.ledger, name, tuple(blocks), writer)
+        else:
+            open_handoff(self.ledger, name, tuple(blocks), writer)
+
+    @precondition(lambda self: len(self.ledger))
+    @rule(data=st.data())
+    def event(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(list(self.ledger)))
+        event = data.draw(st.sampled_from(sorted(HandoffEvent, key=lambda event: event.value)))
+        if event in legal_events(one.state):
+            after = self.ledger.transition(one.request_id, 1, event, 1.0)
+            if after.outcome is not None:
+                self.ledger.close(one.request_id, 1)
+        else:
+            with pytest.raises(HandoffStateError):
+                self.ledger.transition(one.request_id, 1, event, 1.0)
+            assert self.ledger.get(one.request_id, 1) == one
+
+    @invariant()
+    def consistent(self) -> None:
+        self.ledger.check_invariants()
+        assert sum(self.ledger.counts().values()) == len(self.ledger)
+        for writer in WRITERS:
+            assert set(self.ledger.with_peer(writer)) == {one for one in self.ledger if one.prefill == writer}
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestLedgerMachine = LedgerMachine.TestCase
+
+
+def test_only_released_handoffs_are_closed_and_counted() -> None:
+    ledger = HandoffLedger()
+    open_handoff(ledger, "r", (1, 2))
+    assert ledger.num_blocks_reserved == 2
+    with pytest.raises(HandoffStateError, match="only a released"):
+        ledger.close("r", 1)
+    ledger.transition("r", 1, HandoffEvent.FENCE, 1.0, reason="client")
+    assert ledger.num_blocks_quarantined == 2
+    ledger.transition("r", 1, HandoffEvent.WRITER_GONE, 2.0)
+    ledger.close("r", 1)
+    assert len(ledger) == 0
+    assert {outcome.value: count for outcome, count in ledger.finished().items()} == {
+        "completed": 0,
+        "fenced": 0,
+        "writer_gone": 1,
+    }
+
+
+def test_the_same_attempt_and_a_block_named_twice_are_refused() -> None:
+    ledger = HandoffLedger()
+    open_handoff(ledger, "r", (1,))
+    with pytest.raises(HandoffStateError, match="open already"):
+        open_handoff(ledger, "r", (2,))
+    with pytest.raises(ValueError, match="names a block twice"):
+        open_handoff(ledger, "s", (3, 3))
+
+
+def test_past_deadline_is_oldest_first() -> None:
+    ledger = HandoffLedger()
+    for name in ("b", "a"):
+        open_handoff(ledger, name, ())
+    assert [one.request_id for one in ledger.past_deadline(5.0)] == ["a", "b"]
+    assert ledger.past_deadline(4.9) == ()
