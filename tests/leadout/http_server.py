@@ -64,10 +64,10 @@ def scripted_server(respond: Callable[[Request], Answer]) -> Iterator[ScriptedSe
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             self._answer(None)
 
-        def do_POST(self) -> None:  # noqa: N802
+        def do_POST(self) -> None:
             self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
