@@ -2,9 +2,9 @@
 
 The life of a sequence: ``start`` plans it and sends ``Generate``; outputs of its current attempt are queued
 for the consumer; it leaves the in-flight table with its last output, a failure, or a cancel. If its worker
-is lost before the first token it is dispatched once more elsewhere under ``attempt + 1``; later outputs of
-the first attempt are dropped. A loss after the first token fails it with a retryable error: the ledger entry
-keeps the tokens generated so far, which is what a migration would send along.
+is lost, or fails in a way another one may not, it moves: it is dispatched again under ``attempt + 1`` with
+the tokens generated so far, and goes on after them, with the same seed. Later outputs of the old attempt are
+dropped. If no worker is there to take it, it waits for one for a bounded time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+
+import msgspec
 
 from cluster.messages import Cancel, Generate, RequestError, TokenBatch, TokenOutput
 from router.cluster_view import ClusterView, WorkerUnreachableError
@@ -24,7 +26,9 @@ from router.prompt_hashes import PromptHashes
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 2
+MAX_ATTEMPTS = 5
+RECOVERY_WAIT_S = 30.0  # how long a request whose worker was lost waits for another: a restart takes seconds
+_RECOVERY_POLL_S = 0.2
 
 
 class Dispatcher:
@@ -43,6 +47,7 @@ class Dispatcher:
         self._metrics = metrics
         self._clock = clock
         self._timers: dict[Generation, asyncio.TimerHandle] = {}
+        self._parked: dict[InFlightRequest, asyncio.TimerHandle] = {}  # no worker for them now
 
     def start(self, requests: Sequence[SequenceRequest], timeout_ms: float) -> Generation:
         """Dispatch the sequences of one API request. The caller must ``close`` the generation.
@@ -85,12 +90,10 @@ class Dispatcher:
 
     def close_all(self, reason: str) -> None:
         """Cancel everything (at shutdown)."""
-        for entry in self.in_flight:
+        error = RequestError(code="shutting_down", message="The router is shutting down.", retryable=True)
+        for entry in [*self.in_flight, *self._parked]:
             self._cancel(entry, reason)
-            self._fail(
-                entry,
-                RequestError(code="shutting_down", message="The router is shutting down.", retryable=True),
-            )
+            self._fail(entry, error)
 
     def on_tokens(self, worker: str, batch: TokenBatch) -> None:
         """Take one engine step's outputs from ``worker``."""
@@ -128,29 +131,54 @@ class Dispatcher:
                 self._finish(entry)
                 self._fail(entry, error)
             return
-        if output.token_ids and not entry.output_token_ids:
+        if output.token_ids and (output.timings is not None or not entry.output_token_ids):
             self._prefill_done(entry)
+        if output.timings is not None and entry.output_token_ids:
+            # It was moved. What the client is told of the first token is how it really came.
+            output = msgspec.structs.replace(output, timings=None)
         entry.output_token_ids.extend(output.token_ids)
         if output.finish_reason is not None:
             self._finish(entry)
         entry.generation.push(entry.index, output)
 
     def _retry(self, entry: InFlightRequest, error: RequestError) -> None:
-        """Dispatch elsewhere if nothing was emitted and an attempt is left; otherwise fail with ``error``."""
+        """Move to another worker if an attempt is left; otherwise fail with ``error``."""
         assert entry.plan is not None
         self._finish(entry)
-        # An answer that has begun would be moved from here with entry.output_token_ids.
-        if entry.output_token_ids or entry.attempt + 1 >= MAX_ATTEMPTS:
+        if entry.attempt + 1 >= MAX_ATTEMPTS:
             self._fail(entry, error)
             return
         entry.excluded_workers |= {entry.plan.decode_worker}
         entry.attempt += 1
         self._metrics.redispatched(error.code)
-        logger.info("request %s: attempt %d after %s", entry.request_id, entry.attempt, error.code)
+        logger.info(
+            "request %s: attempt %d after %s, with %d tokens generated",
+            entry.request_id,
+            entry.attempt,
+            error.code,
+            len(entry.output_token_ids),
+        )
         try:
             self._dispatch(entry)
         except NoWorkerError:
+            self._park(entry, error, self._clock() + RECOVERY_WAIT_S)
+
+    def _park(self, entry: InFlightRequest, error: RequestError, give_up_at: float) -> None:
+        """Try again soon, on any worker: the one that was lost may have been started again."""
+        if self._clock() >= give_up_at:
             self._fail(entry, error)
+            return
+        entry.excluded_workers = frozenset()
+        self._parked[entry] = asyncio.get_running_loop().call_later(
+            _RECOVERY_POLL_S, self._unpark, entry, error, give_up_at
+        )
+
+    def _unpark(self, entry: InFlightRequest, error: RequestError, give_up_at: float) -> None:
+        del self._parked[entry]
+        try:
+            self._dispatch(entry)
+        except NoWorkerError:
+            self._park(entry, error, give_up_at)
 
     def _dispatch(self, entry: InFlightRequest) -> None:
         """Plan and send; a worker that cannot be reached is excluded and the next one tried."""
@@ -228,6 +256,9 @@ class Dispatcher:
 
     def _cancel(self, entry: InFlightRequest, reason: str) -> None:
         assert entry.plan is not None
+        timer = self._parked.pop(entry, None)
+        if timer is not None:
+            timer.cancel()
         self._finish(entry)
         entry.generation.unfinished.discard(entry.index)
         self._metrics.cancelled(reason)

@@ -23,7 +23,7 @@ class SequenceRequest:
     cache_salt: str = ""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class InFlightRequest:
     """The ledger entry of one sequence. Holds all that a re-dispatch to another worker needs."""
 

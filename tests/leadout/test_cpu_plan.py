@@ -65,12 +65,17 @@ def test_the_libraries_are_told_the_number_of_threads() -> None:
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no CPU affinity on this system")
-def test_only_cores_that_this_process_may_use_are_available() -> None:
-    allowed = os.sched_getaffinity(0)
-    try:
-        assert {core.cpu for core in available_cores()} == allowed
-        os.sched_setaffinity(0, {min(allowed)})
-        assert [core.cpu for core in available_cores()] == [min(allowed)]
-    finally:
-        os.sched_setaffinity(0, allowed)
+def test_only_cores_that_this_process_may_use_are_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {5, 0, 3}, raising=False)
+    assert [core.cpu for core in available_cores()] == [0, 3, 5]
+
+
+def test_all_cores_are_available_where_there_is_no_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert [core.cpu for core in available_cores()] == [0, 1, 2]
+
+
+def test_a_core_of_unknown_place_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {99_999}, raising=False)
+    assert available_cores() == [Core(0, 99_999, 99_999)]
