@@ -10,23 +10,29 @@ from engine.layers.build import BuildContext
 class EmbeddingAndHead:
     """The two layers that have one row per token of the vocabulary; together, as they may share weights.
 
-    With tied weights the table is kept twice: as rows to look up, and packed for the output head.
+    With tied weights the table is kept twice: as rows to look up (in their stored form where that is
+    quantised, which is far smaller), and packed for the output head.
     """
 
     def __init__(self, context: BuildContext) -> None:
         config, weights, backend = context.config, context.weights, context.backend
         self._backend = backend
         shape = (config.vocab_size, config.hidden_size)
-        self._table = weights.take("model.embed_tokens.weight", shape, backend.dtype)
+        self._stored_rows = weights.quantized_rows("model.embed_tokens.weight", backend.dtype)
+        table = weights.take("model.embed_tokens.weight", shape, backend.dtype)
+        self._table = table if self._stored_rows is None else None
         if config.tie_word_embeddings:
             weights.ignore("lm_head.weight")  # some checkpoints store the tied copy
-            head = self._table
+            head = table
         else:
             head = weights.take("lm_head.weight", shape, backend.dtype)
         self._head = backend.prepack_linear(head, None)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``[num_tokens]`` token ids to float32 ``[num_tokens, hidden_size]``."""
+        if self._table is None:
+            assert self._stored_rows is not None
+            return self._stored_rows.rows(token_ids)
         return self._backend.embedding(token_ids, self._table)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -126,6 +126,23 @@ SUPPORTED_TYPES = (*_PLAIN, *_QUANTISED)
 _BLOCK_SIZES = MappingProxyType({t.name: (t.block_elements, t.block_bytes) for t in TENSOR_TYPES.values()})
 
 
+def block_layout(type_name: str) -> tuple[int, int]:
+    """Elements and bytes of one block of a quantised type. Raises ValueError for any other type."""
+    if type_name not in _QUANTISED:
+        raise ValueError(f"{type_name} is no quantised type; those are {', '.join(_QUANTISED)}")
+    return _BLOCK_SIZES[type_name]
+
+
+def decode_blocks(raw: torch.Tensor, type_name: str) -> torch.Tensor:
+    """Values of whole blocks: uint8 ``[n, block_bytes]`` to float32 ``[n, block_elements]``."""
+    return _QUANTISED[type_name](raw)
+
+
+def is_quantised(type_name: str) -> bool:
+    """Whether a type stores blocks with common scales, rather than plain numbers."""
+    return type_name in _QUANTISED
+
+
 def dequantize(
     data: memoryview | bytes, type_name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:

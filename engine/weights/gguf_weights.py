@@ -11,7 +11,8 @@ import torch
 from cluster.gguf import GgufFile
 from engine.models.config import ModelConfig
 from engine.models.gguf_config import ROPE_DIVISORS_TENSOR
-from engine.weights.dequantize import SUPPORTED_TYPES, dequantize
+from engine.weights.dequantize import SUPPORTED_TYPES, dequantize, is_quantised
+from engine.weights.quantized_rows import QuantizedRows
 from engine.weights.source import WeightError
 
 _GLOBAL_NAMES: Mapping[str, str] = MappingProxyType(
@@ -111,6 +112,14 @@ class GgufWeights:
             if ".self_attn.k_proj." in name:
                 return unpermute_rows(tensor, self._config.num_kv_heads)
         return tensor
+
+    def quantized_rows(self, name: str, dtype: torch.dtype) -> QuantizedRows | None:
+        """The table ``name`` in its stored form; None if it holds plain numbers. Raises KeyError."""
+        stored = self._file.tensors[self._stored_names[name]]
+        if not is_quantised(stored.type_name):
+            return None
+        num_rows, row_elements = stored.shape
+        return QuantizedRows(self._file.data(stored.name), stored.type_name, (num_rows, row_elements), dtype)
 
     def close(self) -> None:
         """Closes the file."""

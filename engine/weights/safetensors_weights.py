@@ -69,6 +69,9 @@ class SafetensorsWeights:
         tensor: torch.Tensor = self._tensors[name][0].get_tensor(name)
         return tensor.to(dtype, copy=True)
 
+    def quantized_rows(self, name: str, dtype: torch.dtype) -> None:
+        """Nothing here is quantised."""
+
     def close(self) -> None:
         """Closes the files."""
         self._tensors.clear()

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from engine.weights.quantized_rows import QuantizedRows
+
 
 class WeightError(ValueError):
     """The weights do not fit the model; the message names the file, the tensor and what was expected."""
@@ -27,6 +29,9 @@ class WeightSource(Protocol):
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A fresh tensor that owns its memory. Raises KeyError for an unknown name."""
+
+    def quantized_rows(self, name: str, dtype: torch.dtype) -> QuantizedRows | None:
+        """The two-dimensional tensor ``name`` as rows in their stored form; None if it is not quantised."""
 
     def close(self) -> None:
         """Gives the files up."""
@@ -59,6 +64,10 @@ class WeightReader:
             )
         self._remaining.remove(name)
         return self._source.read(name, dtype)
+
+    def quantized_rows(self, name: str, dtype: torch.dtype) -> QuantizedRows | None:
+        """Rows of a tensor in their stored form, without taking the tensor; None if it is not quantised."""
+        return self._source.quantized_rows(name, dtype) if name in self._remaining else None
 
     def ignore(self, name: str) -> None:
         """Marks a tensor as known but not needed."""

@@ -56,7 +56,13 @@ async def test_every_field_of_a_message_survives(cluster: Cluster) -> None:
         deadline=1_700_000_000.25,
     )
     prefill = Prefill(
-        request_id="r", attempt=1, prompt_token_ids=[1], sampling=sampling, first_block=3, block_ids=[9, 4]
+        request_id="r",
+        attempt=1,
+        prompt_token_ids=[1],
+        sampling=sampling,
+        prefill_incarnation=4,
+        first_block=3,
+        block_ids=[9, 4],
     )
     client.connection.send(generate)
     client.connection.send(prefill)

@@ -94,7 +94,8 @@ def test_only_an_unfinished_character_is_held_back(ids: list[int]) -> None:
         now = BYTES.decode(ids[:count])
         held = now.removeprefix(emitted)
         assert now == emitted + held
-        assert held in ("", "\ufffd")  # an unfinished character decodes to one replacement character
+        # An unfinished character decodes to one replacement character, an encoded surrogate to one per byte.
+        assert held in ("", "\ufffd", "\ufffd\ufffd")
 
 
 @settings(max_examples=300, deadline=None)

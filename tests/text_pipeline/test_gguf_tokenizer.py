@@ -4,6 +4,7 @@ edges.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -50,7 +51,17 @@ def test_any_text_equals_independent_tokenizer_and_round_trips(
 ) -> None:
     ids = tokenizer.encode(text)
     assert ids == reference_tokenizer.encode(text, add_special_tokens=False).ids
-    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    # This vocabulary lacks bytes that its training text never had, such as those of unassigned characters.
+    in_vocabulary = known_bytes(tokenizer)
+    if set(text.encode()) <= in_vocabulary:
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@functools.cache
+def known_bytes(tokenizer: Tokenizer) -> frozenset[int]:
+    """Bytes that the vocabulary has a token for."""
+    tokens = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
+    return frozenset(token[0] for token in tokens if len(token) == 1)
 
 
 def test_known_ids(tokenizer: Tokenizer) -> None:
@@ -165,9 +176,10 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
         ("gpt-2", "x hello", ["x", " hello"]),
         ("qwen2", "é", ["é"]),
         ("qwen2", "e\u0301", ["é"]),  # NFC first
-        ("gpt-2", "e\u0301", ["é"]),
+        ("gpt-2", "e\u0301", ["e", "\ufffd", "\ufffd"]),  # no normalisation, and a mark is no letter
         ("gpt-2", "AB", ["AB"]),
-        ("gpt-2", "x'S", ["x", "'S"]),
+        ("gpt-2", "x'S", ["x", "'", "S"]),  # its contractions are lower case only
+        ("llama-bpe", "x'S", ["x", "'S"]),
         ("llama-bpe", "whole", ["whole"]),  # a vocabulary entry that no merge makes
         ("tekken", "whole", ["whole"]),
         ("gpt-2", "whole", ["w", "h", "o", "l", "e"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os.path
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_lengths_stay_within_the_spread(
 
 def test_all_prompts_begin_with_the_shared_words_only() -> None:
     prompts = [request.prompt.split() for request in synthetic_workload(_with(shared_prefix_len=25))]
-    assert len(os.path.commonprefix(prompts)) == 25
+    assert len(os.path.commonpath(prompts)) == 25
 
 
 def test_without_a_rate_everything_is_sent_at_once() -> None:
@@ -78,7 +79,7 @@ def test_arrivals_are_in_order_and_of_the_asked_mean_distance() -> None:
     assert times[0] == 0.0
     assert times == sorted(times)
     assert times[-1] / 2000 == pytest.approx(1 / 50, rel=0.1)
-    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
     # Of exponentially distributed gaps, the share 1/e is longer than the mean.
     assert sum(gap > 1 / 50 for gap in gaps) / 2000 == pytest.approx(0.368, abs=0.05)
 
