@@ -177,6 +177,7 @@ class WorkerHost:
                 get_peer=lambda worker_id: self._connections.get(worker_id),
                 mark_peer_failed=lambda peer: self._connections.mark_failed(peer),
                 clock=self._clock,
+                max_stall_s=self._max_stall_s(),
                 send=self._shell.send,
                 post=self._post,
                 on_sealed=self._metrics.observe_timings,
@@ -212,6 +213,11 @@ class WorkerHost:
         self._connections = PeerConnections(
             self._transport, record, post=self._post, on_connected=on_connected, on_lost=on_lost
         )
+
+    def _max_stall_s(self) -> float:
+        """How long this process may stand still and still be sure that its lease has been renewed in time."""
+        registry = self._config.registry
+        return max(registry.lease_ms - 2 * registry.heartbeat_ms, registry.heartbeat_ms) / 1000
 
     async def _register(self, record: WorkerRecord) -> None:
         give_up_at = self._clock.monotonic() + _REGISTRY_WAIT_S

@@ -43,12 +43,17 @@ class PrefillWorker:
         get_peer: Callable[[str], Peer | None],
         mark_peer_failed: Callable[[Peer], None],
         clock: Clock,
+        max_stall_s: float,
         send: Callable[[str, Message], bool],
         post: Callable[[Callable[[], None]], None],
         on_sealed: Callable[[RequestTimings], None],
         on_failed: Callable[[str], None],
     ) -> None:
-        """``send(decode worker, message)``; ``post`` runs a function in the loop; the last two: metrics."""
+        """``send(decode worker, message)``; ``post`` runs a function in the loop; the last two: metrics.
+
+        A process that stood still for more than ``max_stall_s`` seconds may have been taken for dead, and its
+        target blocks given to others: it stops all its pushes before it writes again.
+        """
         self._own = own
         self._block_size = block_size
         self._engine = engine
@@ -56,6 +61,8 @@ class PrefillWorker:
         self._get_peer = get_peer
         self._mark_peer_failed = mark_peer_failed
         self._clock = clock
+        self._max_stall_s = max_stall_s
+        self._last_seen_alive = clock.monotonic()
         self._send = send
         self._post = post
         self._on_sealed = on_sealed
@@ -77,6 +84,7 @@ class PrefillWorker:
 
     def on_message(self, sender: str, incarnation: int, message: Message) -> None:
         """A decode worker's message."""
+        self._notice_stall()
         if isinstance(message, Prefill):
             self._accept(
                 UnconnectedPrefill(
@@ -113,6 +121,7 @@ class PrefillWorker:
 
     def on_tick(self) -> None:
         """Once per report interval: deadlines, and decode workers that could not be connected."""
+        self._notice_stall()
         now = self._clock.unix()
         for request in list(self._requests.values()):
             if 0 < request.message.deadline <= now and request.output is None:
@@ -126,6 +135,7 @@ class PrefillWorker:
 
     def on_step(self, result: StepResult) -> None:
         """What one engine step did: push the blocks it finished, and seal the prompts it completed."""
+        self._notice_stall()
         for progress in result.progress:
             request = self._requests.get(progress.request_id)
             if request is not None and not request.is_fencing:
@@ -141,6 +151,15 @@ class PrefillWorker:
             request.output = output
             request.sampled_at = self._clock.monotonic()
             self._settle(request)
+
+    def _notice_stall(self) -> None:
+        now = self._clock.monotonic()
+        stall_s = now - self._last_seen_alive
+        self._last_seen_alive = now
+        if stall_s > self._max_stall_s and self._requests:
+            reason = f"worker {self._own.worker_id} stood still for {stall_s:.1f} s"
+            for request in list(self._requests.values()):
+                self._fence(request, reason, RequestError(code="stalled", message=reason, retryable=True))
 
     def _accept(self, prefill: UnconnectedPrefill) -> None:
         message = prefill.message

@@ -201,6 +201,21 @@ def test_a_decode_worker_that_is_not_connected_yet_is_waited_for_and_then_refuse
     assert "decode-7" in answer.error.message
 
 
+def test_a_worker_that_stood_still_writes_no_more(bench: Bench) -> None:
+    """It may have been taken for dead, and its target blocks may be somebody else's."""
+    bench.role._max_stall_s = 3.0
+    bench.arrive(bench.prefill_message())
+    bench.prefill.step()
+    bench.world.clock.advance(10)
+    bench.run()
+    assert bench.world.writes == []
+    (answer,) = bench.answers()
+    assert isinstance(answer, HandoffFenced)
+    assert answer.error is not None
+    assert answer.error.code == "stalled"
+    assert free_everywhere(bench.prefill)
+
+
 def test_messages_for_other_roles_are_dropped(bench: Bench) -> None:
     bench.arrive(Generate(request_id="r", attempt=1, prompt_token_ids=PROMPT, sampling=greedy()))
     assert bench.role.num_active == 0

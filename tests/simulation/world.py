@@ -117,6 +117,7 @@ class Worker:
                 get_peer=lambda name: self.connections.get(name),
                 mark_peer_failed=lambda peer: self.connections.mark_failed(peer),
                 post=self.posts.append,
+                max_stall_s=1e9,
                 on_sealed=lambda timings: None,
                 **common,
             )
