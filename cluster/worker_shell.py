@@ -56,6 +56,7 @@ class WorkerShell:
         self._watch_task: asyncio.Task[None] | None = None
         self._subscribers: dict[str, _Subscriber] = {}
         self._registered_routers: frozenset[tuple[str, int]] = frozenset()
+        self._worker_ids: frozenset[str] = frozenset()  # registered
         self._cached_blocks: dict[bytes, None] = {}  # in the order stored
         self._event_sequence = 0
 
@@ -165,6 +166,10 @@ class WorkerShell:
 
     def _take_over(self, members: Members) -> None:
         self._registered_routers = frozenset((one.id, one.incarnation) for one in members.routers)
+        worker_ids = frozenset(one.id for one in members.workers)
+        for gone in self._worker_ids - worker_ids:
+            self._rpc.forget(gone)
+        self._worker_ids = worker_ids
         try:
             self._on_members(members)
         except Exception:
