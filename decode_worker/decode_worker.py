@@ -22,7 +22,8 @@ from cluster.messages import (
 from cluster.recent_keys import RecentKeys
 from decode_worker.prefill_links import PrefillLinks
 from decode_worker.remote_prefills import RemotePrefillActions, RemotePrefills
-from decode_worker.request_table import DecodeRequest, RequestTable, request_timings
+from decode_worker.request_table import DecodeRequest, RequestTable
+from decode_worker.request_timings import request_timings
 from engine.engine_commands import EngineCommands
 from engine.step_result import NewRequest, Reservation, SequenceOutput, StepResult
 from kv_transfer.transport import Peer, Transport

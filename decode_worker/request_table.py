@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from cluster.messages import Generate, RequestTimings, Sealed
+from cluster.messages import Generate, Sealed
 from kv_transfer.transport import Peer
 
 
@@ -71,44 +71,3 @@ class RequestTable:
     def by_engine_id(self, engine_id: str) -> DecodeRequest | None:
         """The request of a sequence in the engine; None if it was cancelled meanwhile."""
         return self._by_engine_id.get(engine_id)
-
-
-def request_timings(
-    request: DecodeRequest, *, now: float, num_cached_tokens: int, worker_id: str
-) -> RequestTimings:
-    """Where the time to the first token went; ``now`` is when that token left the engine.
-
-    ``num_cached_tokens`` is the engine's prefix hit, for a prompt that was computed here.
-    """
-    num_prompt_tokens = len(request.request.prompt_token_ids)
-    if request.sealed is None:
-        return RequestTimings(
-            queue_ms=_ms(request.received_at, request.scheduled_at),
-            prefill_ms=_ms(request.scheduled_at, now),
-            num_computed_tokens=num_prompt_tokens - num_cached_tokens,
-            num_decode_cached_tokens=num_cached_tokens,
-            decode_worker=worker_id,
-        )
-    writer = request.sealed.timings
-    remote_ms = _ms(request.reserved_at, request.sealed_at)
-    num_hit_tokens = num_prompt_tokens - writer.num_computed_tokens
-    num_decode_cached = min(request.num_reserved_cached_tokens, num_hit_tokens)
-    return RequestTimings(
-        queue_ms=_ms(request.received_at, request.reserved_at),
-        prefill_queue_ms=max(0.0, remote_ms - writer.prefill_ms - writer.transfer_ms),
-        prefill_ms=writer.prefill_ms,
-        transfer_ms=writer.transfer_ms,
-        activate_ms=_ms(request.sealed_at, now),
-        transfer_busy_ms=writer.transfer_busy_ms,
-        transfer_bytes=writer.transfer_bytes,
-        transfer_descriptors=writer.transfer_descriptors,
-        num_computed_tokens=writer.num_computed_tokens,
-        num_prefill_cached_tokens=num_hit_tokens - num_decode_cached,
-        num_decode_cached_tokens=num_decode_cached,
-        prefill_worker=writer.prefill_worker,
-        decode_worker=worker_id,
-    )
-
-
-def _ms(start: float, end: float) -> float:
-    return max(0.0, end - start) * 1000
