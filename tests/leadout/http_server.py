@@ -96,8 +96,11 @@ def scripted_server(respond: Callable[[Request], Answer]) -> Iterator[ScriptedSe
             else:
                 self.wfile.write(b"0\r\n\r\n")
 
-    http_server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http_server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 128  # so that many connections at once are all accepted at once
+
+    http_server = Server(("127.0.0.1", 0), Handler)
     server = ScriptedServer(f"http://127.0.0.1:{http_server.server_address[1]}")
     thread = threading.Thread(target=http_server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

@@ -63,15 +63,8 @@ async def test_a_good_stream() -> None:
 async def test_what_is_asked_of_the_server() -> None:
     with scripted_server(lambda _request: event_stream(_text("a"))) as server:
         await _send(Target(url=server.url, model="m"))
-        await _send(
-            Target(
-                url=server.url,
-                model="m",
-                ignore_eos=True,
-                temperature=0.5,
-                headers={"Authorization": "Bearer k"},
-            )
-        )
+        headers = {"Authorization": "Bearer k"}
+        await _send(Target(url=server.url, model="m", ignore_eos=True, temperature=0.5, headers=headers))
     plain, special = server.requests
     assert (plain.method, plain.path) == ("POST", "/v1/completions")
     assert plain.body == {

@@ -107,7 +107,6 @@ async def test_requests_wait_for_their_time() -> None:
     workload = [BenchRequest(prompt=name, max_tokens=2, at_s=at_s) for name, at_s in arrivals.items()]
     with scripted_server(_two_tokens) as server:
         records, _done = await _measure(server.url, workload)
-    assert [body["prompt"] for body in server.bodies()] == ["first", "second", "third"]
     first, third, second = records
     assert first.sent_at < second.sent_at < third.sent_at
 
