@@ -98,6 +98,11 @@ class ModelConfig(_Section):
         default="auto",
         description="Data type of weights, activations and KV cache; auto chooses by model and device.",
     )
+    generation_defaults: Literal["auto", "openai"] = Field(
+        default="auto",
+        description="Sampling settings where a request has none: auto takes what the model's files recommend "
+        "(generation_config.json), openai is temperature 1 and top_p 1.",
+    )
     max_model_len: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
         description="Longest sequence, prompt and output, in tokens; null takes it from the model.",

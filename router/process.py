@@ -14,6 +14,7 @@ from collections.abc import Callable
 import uvloop
 
 from cluster.config import LeadoutConfig
+from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults, generation_defaults
 from cluster.gguf import GgufFile
 from cluster.logging_setup import configure_logging
 from cluster.members import RouterRecord, WorkerRecord
@@ -49,6 +50,9 @@ def run_router(config: LeadoutConfig, router_id: str | None = None) -> int:
         router_id=router_id,
         model_name=config.model.served_name or source.default_name,
         text_model=load_text_model_of(source),
+        defaults=(
+            generation_defaults(source) if config.model.generation_defaults == "auto" else OPENAI_DEFAULTS
+        ),
         listener=listener,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -76,6 +80,7 @@ class RouterProcess:
         router_id: str,
         model_name: str,
         text_model: TextModel,
+        defaults: GenerationDefaults,
         listener: socket.socket,
     ) -> None:
         self._config = config
@@ -103,6 +108,7 @@ class RouterProcess:
             ),
             settings=PolicySettings(local_prefill_max_tokens=config.router.local_prefill_max_tokens),
             connect=self._connect,
+            generation_defaults=defaults,
         )
 
     async def run(self) -> int:

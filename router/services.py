@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from router.admission import Admission
 from router.api.errors import model_not_found, no_worker
 from router.api.validation import ServedModel
@@ -34,6 +35,7 @@ class RouterServices:
     router_id: str
     model_name: str  # the one whose tokenizer is loaded
     text_model: TextModel
+    generation_defaults: GenerationDefaults
     limits: RouterLimits
     view: ClusterView
     dispatcher: Dispatcher
@@ -64,6 +66,7 @@ class RouterServices:
             max_model_len=largest.max_model_len,
             vocab_size=min(model.vocab_size for model in models),
             eos_token_ids=tuple({token for model in models for token in model.eos_token_ids}),
+            defaults=self.generation_defaults,
         )
 
     def not_ready_reasons(self) -> list[str]:
@@ -98,6 +101,7 @@ def build_services(
     limits: RouterLimits,
     settings: PolicySettings,
     connect: Connect,
+    generation_defaults: GenerationDefaults = OPENAI_DEFAULTS,
 ) -> RouterServices:
     """Wire up a router's parts. Nothing is connected until ``view.update`` is called."""
     metrics = RouterMetrics()
@@ -115,6 +119,7 @@ def build_services(
         router_id=router_id,
         model_name=model_name,
         text_model=text_model,
+        generation_defaults=generation_defaults,
         limits=limits,
         view=view,
         dispatcher=dispatcher,

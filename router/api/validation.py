@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from cluster.sampling_params import SamplingParams
 from router.api.errors import ApiError, bad_request, context_length_exceeded, unsupported
 from router.api.schemas import (
@@ -16,6 +17,8 @@ from router.api.schemas import (
     CompletionRequest,
     SamplingFields,
 )
+
+_Number = TypeVar("_Number", int, float)
 
 _ROLES = ("system", "developer", "user", "assistant")
 _MAX_STOP_TOKEN_IDS = 128
@@ -32,6 +35,7 @@ class ServedModel:
     max_model_len: int  # tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    defaults: GenerationDefaults = OPENAI_DEFAULTS
 
 
 def check_chat_supported(body: ChatCompletionRequest) -> None:
@@ -213,16 +217,17 @@ def sampling_params(
                 f"Invalid token id {token_id}: the model has ids 0 to {model.vocab_size - 1}.",
                 f"stop_token_ids[{index}]",
             )
+    defaults = model.defaults
     seed = secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK
     return SamplingParams(
         max_tokens=max_tokens,
         seed=seed,
         min_tokens=min_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=max(0, body.top_k or 0),
-        top_p=1.0 if body.top_p is None else body.top_p,
-        min_p=body.min_p or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        temperature=_first(body.temperature, defaults.temperature),
+        top_k=max(0, _first(body.top_k, defaults.top_k)),
+        top_p=_first(body.top_p, defaults.top_p),
+        min_p=_first(body.min_p, defaults.min_p),
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty),
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         logit_bias=_logit_bias(body.logit_bias, model),
@@ -230,6 +235,10 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
     )
+
+
+def _first(given: _Number | None, default: _Number) -> _Number:
+    return default if given is None else given
 
 
 def choice_seed(seed: int, index: int) -> int:
