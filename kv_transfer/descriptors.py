@@ -27,6 +27,16 @@ def check_block_ids(block_ids: Sequence[int], num_blocks: int, *, side: str) -> 
             )
 
 
+def check_remote_copies(copies: Sequence[BlockCopy], num_blocks: int, *, block_bytes: int) -> None:
+    """Raise ``ValueError`` if a copy ends beyond a cache of ``num_blocks`` blocks at remote address 0."""
+    for copy in copies:
+        if copy.remote_address + copy.num_bytes > num_blocks * block_bytes:
+            last_block = (copy.remote_address + copy.num_bytes) // block_bytes - 1
+            raise ValueError(
+                f"remote block id {last_block} is out of range; that cache has blocks 0 to {num_blocks - 1}"
+            )
+
+
 def plan_block_copies(
     local_block_ids: Sequence[int],
     remote_block_ids: Sequence[int],

@@ -91,7 +91,7 @@ _STEPS: Mapping[tuple[HandoffState, HandoffEvent], _Step] = MappingProxyType(
     }
 )
 
-WRITABLE_STATES = frozenset({_S.RESERVED, _S.STREAMING, _S.FENCING})  # the writer may write, now or soon
+WRITABLE_STATES = frozenset({_S.RESERVED, _S.STREAMING, _S.FENCING})  # the writer may write, unless it sealed
 FENCEABLE_STATES = frozenset({_S.RESERVED, _S.STREAMING, _S.SEALED})
 
 
@@ -109,6 +109,7 @@ class Handoff:
     state: HandoffState = HandoffState.RESERVED
     changed_at: float = 0.0  # when ``state`` was entered
     bytes_landed: int = 0
+    is_sealed: bool = False  # the writer has written everything, whatever happened since
     fence_reason: str = ""
     outcome: HandoffOutcome | None = None  # set with RELEASED
 
@@ -116,6 +117,11 @@ class Handoff:
     def key(self) -> HandoffKey:
         """``(request_id, attempt)``."""
         return HandoffKey(self.request_id, self.attempt)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the writer may write into the blocks, now or soon."""
+        return self.state in WRITABLE_STATES and not self.is_sealed
 
     def is_past_deadline(self, now: float) -> bool:
         """Whether it should be fenced: its deadline has passed before the sequence became active."""
@@ -150,6 +156,7 @@ def advance(
         state=step.state,
         changed_at=handoff.changed_at if step.state is handoff.state else now,
         bytes_landed=handoff.bytes_landed + (num_bytes if event is HandoffEvent.LAND else 0),
+        is_sealed=handoff.is_sealed or event is HandoffEvent.SEAL,
         fence_reason=reason if event is HandoffEvent.FENCE else handoff.fence_reason,
         outcome=step.outcome,
     )

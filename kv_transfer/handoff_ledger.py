@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kv_transfer.handoff import (
-    WRITABLE_STATES,
     Handoff,
     HandoffEvent,
     HandoffKey,
@@ -103,12 +102,9 @@ class HandoffLedger:
         before = self._require(request_id, attempt)
         after = advance(before, event, now, num_bytes=num_bytes, reason=reason)
         self._live[after.key] = after
-        if before.state in WRITABLE_STATES and after.state not in WRITABLE_STATES:
+        if before.is_writable and not after.is_writable:  # never the other way: a seal is final
             for block_id in after.block_ids:
-                self._writable.pop((after.decode, block_id), None)
-        elif before.state not in WRITABLE_STATES and after.state in WRITABLE_STATES:
-            for block_id in after.block_ids:
-                self._writable.setdefault((after.decode, block_id), after.key)
+                del self._writable[after.decode, block_id]
         return after
 
     def close(self, request_id: str, attempt: int) -> Handoff:
@@ -163,13 +159,14 @@ class HandoffLedger:
 
     def check_invariants(self) -> None:
         """Assert that the indexes agree with the table. For tests."""
-        writable = {
-            (handoff.decode, block_id)
+        writable = [
+            ((handoff.decode, block_id), handoff.key)
             for handoff in self._live.values()
-            if handoff.state in WRITABLE_STATES
+            if handoff.is_writable
             for block_id in handoff.block_ids
-        }
-        assert writable == set(self._writable)
+        ]
+        assert len(writable) == len(self._writable), "a block has two writers"
+        assert dict(writable) == self._writable
         by_peer: dict[Peer, set[HandoffKey]] = {}
         for handoff in self._live.values():
             for peer in (handoff.prefill, handoff.decode):

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from cluster.kv_layout import KvLayout
 from cluster.members import TransportEndpoint, WorkerRecord
-from kv_transfer.descriptors import BlockCopy, check_block_ids, plan_block_copies
+from kv_transfer.descriptors import BlockCopy, check_block_ids, check_remote_copies, plan_block_copies
 from kv_transfer.peer_table import PeerTable, check_peer_record, describe
 from kv_transfer.poller import Poller
 from kv_transfer.transport import (
@@ -130,6 +130,7 @@ class InProcessTransport:
         self._num_notifications = 0
         self._expected: set[str] = set()
         self._open = True
+        self._memory = threading.Lock()  # held by whoever copies into this cache
         network.join(self)
         self._poller = Poller(
             f"in-process-{agent_name}", poll=self._poll, on_stop=self._shut_down, on_crash=self._crash
@@ -209,8 +210,12 @@ class InProcessTransport:
         return self._counters
 
     def close(self) -> None:
-        """Fail what is outstanding, leave the network, end the thread. Idempotent."""
-        self._network.leave(self)
+        """Fail what is outstanding, leave the network, end the thread. Idempotent.
+
+        When it returns, nobody writes into this cache any more.
+        """
+        with self._memory:
+            self._network.leave(self)
         self._poller.stop()
 
     def _receive(self, sender: str, payload: bytes) -> bool:
@@ -267,12 +272,7 @@ class InProcessTransport:
 
     def _post(self, peer: Peer, copies: list[BlockCopy], future: Future[TransferStats]) -> None:
         connection = self._peers.require(peer)
-        end = connection.endpoint.num_blocks * self._layout.block_bytes
-        if any(copy.remote_address + copy.num_bytes > end for copy in copies):
-            raise ValueError(
-                f"a remote block id is out of range; {describe(peer)} has blocks 0 to "
-                f"{connection.endpoint.num_blocks - 1}"
-            )
+        check_remote_copies(copies, connection.endpoint.num_blocks, block_bytes=self._layout.block_bytes)
         now = time.perf_counter()
         self._count(writes_posted=1)
         connection.writes.append(_DelayedWrite(copies, now, now + self._write_delay_s, future))
@@ -291,14 +291,11 @@ class InProcessTransport:
     def _copy(self, connection: _Connection, write: _DelayedWrite) -> None:
         peer, number = connection.peer, self._num_writes
         self._num_writes += 1
-        if self._network.find(connection.endpoint.agent_name) is None:
-            self._fail(peer, "its transport is closed")
-            return
         fails = self._fail_write is not None and self._fail_write(peer, number)
         copies = write.copies[: len(write.copies) // 2] if fails else write.copies
-        for copy in copies:
-            remote_address = connection.endpoint.base_address + copy.remote_address
-            ctypes.memmove(remote_address, copy.local_address, copy.num_bytes)
+        if not self._copy_all(connection.endpoint, copies):
+            self._fail(peer, "its transport is closed")
+            return
         if fails:
             self._fail(peer, "a write failed, as asked for")
             return
@@ -312,6 +309,20 @@ class InProcessTransport:
             write_seconds=duration_s,
         )
         write.future.set_result(TransferStats(num_bytes, len(copies), duration_s * 1000))
+
+    def _copy_all(self, endpoint: TransportEndpoint, copies: list[BlockCopy]) -> bool:
+        """False if the target has left the network: its memory may be gone."""
+        target = self._network.find(endpoint.agent_name)
+        if target is None:
+            return False
+        with target._memory:
+            if self._network.find(endpoint.agent_name) is not target:
+                return False
+            for copy in copies:
+                ctypes.memmove(
+                    endpoint.base_address + copy.remote_address, copy.local_address, copy.num_bytes
+                )
+        return True
 
     def _send(self, peer: Peer, payload: bytes, future: Future[None]) -> None:
         connection = self._peers.require(peer)

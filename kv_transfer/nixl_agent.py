@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from kv_transfer.transport import TransportUnavailableError
+from cluster.members import TransportEndpoint
+from kv_transfer.transport import TransferError, TransportUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -114,3 +116,25 @@ def create_agent(settings: AgentSettings) -> tuple[Any, Any]:
             f"{settings.device_id} with back ends {backends}: {error}"
         ) from error
     return agent, registration
+
+
+def load_remote_agent(agent: Any, endpoint: TransportEndpoint) -> None:
+    """Load a peer's metadata and begin to connect. Raises what NIXL raises, and ``TransferError``."""
+    loaded = agent_name_of(agent.add_remote_agent(endpoint.metadata))
+    if loaded != endpoint.agent_name:
+        forget_remote_agent(agent, loaded)
+        raise TransferError(
+            f"its metadata is that of agent {loaded!r}, its record says {endpoint.agent_name!r}"
+        )
+    agent.make_connection(loaded)
+
+
+def forget_remote_agent(agent: Any, agent_name: str) -> None:
+    """Close the endpoint of a remote agent and forget it. Unknown ones are ignored."""
+    with contextlib.suppress(Exception):  # it is gone either way, and NIXL reports unknown agents so
+        agent.remove_remote_agent(agent_name)
+
+
+def agent_name_of(name: str | bytes) -> str:
+    """NIXL gives the name of a remote agent as text or as bytes."""
+    return name.decode() if isinstance(name, bytes) else name

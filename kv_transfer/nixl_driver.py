@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-from cluster.members import TransportEndpoint, WorkerRecord
-from kv_transfer.descriptors import BlockCopy
-from kv_transfer.nixl_agent import AgentSettings, create_agent
+from cluster.members import WorkerRecord
+from kv_transfer.descriptors import BlockCopy, check_remote_copies
+from kv_transfer.nixl_agent import AgentSettings, create_agent, forget_remote_agent, load_remote_agent
+from kv_transfer.nixl_connection import Connection, Drain, Write, WritePurpose
+from kv_transfer.nixl_notifications import receive_payloads, send_payload, send_wake_up
 from kv_transfer.peer_table import PeerTable, describe
 from kv_transfer.transport import (
     NotificationHandler,
@@ -21,6 +22,7 @@ from kv_transfer.transport import (
     TransferError,
     TransferStats,
     TransportCounters,
+    WriteAbandonedError,
 )
 
 logger = logging.getLogger(__name__)
@@ -29,40 +31,14 @@ _PROBE_BYTES = 4 << 20
 _PROBE_MAX_DESCRIPTORS = 256
 _LINK_SAMPLE_BYTES = 1 << 20  # smaller writes say more about latency than about the link
 _LINK_SAMPLE_WEIGHT = 0.2
-_WAKE_UP, _PAYLOAD = b"\x00", b"\x01"
-
-
-@dataclass(eq=False, slots=True)
-class Connection:
-    """One peer whose metadata is loaded. ``info`` is replaced, never changed: other threads read it."""
-
-    peer: Peer
-    endpoint: TransportEndpoint
-    info: PeerInfo
-    started_at: float
-    waiters: list[Future[None]] = field(default_factory=list)  # of add_peer, until the path is warm
-    writes: set[_Write] = field(default_factory=set)
-
-
-@dataclass(eq=False, slots=True)
-class _Write:
-    """One posted write."""
-
-    purpose: Literal["blocks", "warm_up", "probe"]
-    connection: Connection
-    handle: Any
-    num_bytes: int
-    num_descriptors: int
-    posted_at: float
-    future: Future[TransferStats] | None  # None for warm-up and probe
+_DRAIN_S, _DRAIN_POLLS = 0.05, 50  # both: a process that was frozen meanwhile has not polled
 
 
 class NixlDriver:
     """One NIXL agent with one registered KV cache, its peers, and the writes in flight.
 
     Raises ``TransportUnavailableError`` where NIXL cannot run. Methods raise ``TransferError``; an error of a
-    peer's connection drops that peer. Each notification starts with one byte that tells payloads from the
-    empty wake-up, which makes an idle peer poll often enough to be connected to.
+    peer's connection drops that peer.
     """
 
     def __init__(
@@ -84,7 +60,9 @@ class NixlDriver:
         self.last_activity = time.perf_counter()
         self._counters = TransportCounters()
         self._polls = 0
-        self._writes: set[_Write] = set()
+        self._writes: set[Write] = set()
+        self._closing: dict[Peer, Connection] = {}  # no longer peers, but writes of blocks are not over
+        self._drains: list[Drain] = []
         self._unreleased: list[Any] = []  # handles of writes that NIXL would not cancel yet
 
     @property
@@ -93,9 +71,9 @@ class NixlDriver:
         return replace(self._counters, polls=self._polls)
 
     @property
-    def has_writes_in_flight(self) -> bool:
-        """Whether a write, warm-ups included, is posted and not finished."""
-        return bool(self._writes)
+    def is_busy(self) -> bool:
+        """Whether somebody waits for a write, a warm-up or a drain."""
+        return bool(self._drains) or any(not write.is_abandoned for write in self._writes)
 
     def connect(self, record: WorkerRecord, future: Future[None]) -> None:
         """Load the peer and start to warm its path up. ``future`` completes when it is warm."""
@@ -113,25 +91,20 @@ class NixlDriver:
                 raise TransferError(
                     f"{describe(peer)} is older than {describe(current)}, which is already a peer"
                 )
-            self.disconnect(current, f"replaced by incarnation {peer.incarnation}")
+            self._drop(self.peers.require(current), f"replaced by incarnation {peer.incarnation}")
+        for closing in [one for one in self._closing.values() if one.peer.worker_id == record.id]:
+            if closing.peer == peer:
+                raise TransferError(f"a write to {describe(peer)} is not over: it may still land")
+            self._drop(closing, f"replaced by incarnation {peer.incarnation}")
         endpoint = record.endpoint
         if any(other.endpoint.agent_name == endpoint.agent_name for other in self.peers.snapshot().values()):
             raise TransferError(f"another peer already uses the agent name {endpoint.agent_name!r}")
         started_at = self.last_activity = time.perf_counter()
         try:
-            loaded = _text(self._agent.add_remote_agent(endpoint.metadata))
-            if loaded != endpoint.agent_name:
-                self._forget_agent(loaded)
-                raise TransferError(
-                    f"the metadata of {describe(peer)} is that of agent {loaded!r}, "
-                    f"its record says {endpoint.agent_name!r}"
-                )
-            self._agent.make_connection(loaded)
-            self._agent.send_notif(loaded, _WAKE_UP)
-        except TransferError:
-            raise
+            load_remote_agent(self._agent, endpoint)
+            send_wake_up(self._agent, endpoint.agent_name)
         except Exception as error:
-            self._forget_agent(endpoint.agent_name)
+            forget_remote_agent(self._agent, endpoint.agent_name)
             raise TransferError(f"cannot connect to {describe(peer)}: {error}") from error
         info = PeerInfo(peer, endpoint.agent_name, endpoint.num_blocks, False, 0.0, 0.0, 0)
         connection = Connection(peer, endpoint, info, started_at, waiters=[future])
@@ -139,36 +112,25 @@ class NixlDriver:
         self._count(peers_added=1)
         self._post("warm_up", connection, self._null_block_copies(connection, 1), None)
 
-    def disconnect(self, peer: Peer, reason: str) -> None:
-        """Fail what is in flight to ``peer``, close its endpoint and forget it. Unknown peers are ignored."""
-        connection = self.peers.get(peer)
+    def remove(self, peer: Peer, future: Future[None]) -> None:
+        """Forget ``peer``, known or not. ``future`` completes when nothing can land any more, here or there.
+
+        NIXL cannot recall a write: UCX goes on sending what was posted even after its endpoint was closed. So
+        writes of blocks that are in flight end first: they land, break with the link, or run out of time.
+        Those that have run out of time are not waited for: their peer's lease has ended too.
+        """
+        connection = self.peers.get(peer) or self._closing.get(peer)
         if connection is None:
+            self._drain(future)
             return
-        self.peers.remove(peer, reason)
-        error = TransferError(f"{describe(peer)}: {reason}")
-        for write in list(connection.writes):
-            self._retire(write)
-            self._release(write.handle)
-            if write.future is not None:
-                self._count(writes_failed=1)
-                write.future.set_exception(error)
-        self._forget_agent(connection.endpoint.agent_name)
-        self._release_left_over()
-        for waiter in connection.waiters:
-            waiter.set_exception(error)
-        connection.waiters.clear()
+        connection.leavers.append(future)
+        self._close(connection, "removed")
 
     def write(self, peer: Peer, copies: Sequence[BlockCopy], future: Future[TransferStats]) -> None:
         """Post one write. ``copies`` have remote addresses relative to the peer's block 0."""
         connection = self.peers.require(peer)
-        base, end = connection.endpoint.base_address, connection.endpoint.num_blocks * self._block_bytes
-        for copy in copies:
-            if copy.remote_address + copy.num_bytes > end:
-                last_block = (copy.remote_address + copy.num_bytes) // self._block_bytes - 1
-                raise ValueError(
-                    f"remote block id {last_block} is out of range; {describe(peer)} has blocks 0 to "
-                    f"{connection.endpoint.num_blocks - 1}"
-                )
+        base = connection.endpoint.base_address
+        check_remote_copies(copies, connection.endpoint.num_blocks, block_bytes=self._block_bytes)
         self._count(writes_posted=1)
         absolute = [copy._replace(remote_address=base + copy.remote_address) for copy in copies]
         self._post("blocks", connection, absolute, future)
@@ -178,7 +140,7 @@ class NixlDriver:
         connection = self.peers.require(peer)
         self.last_activity = time.perf_counter()
         try:
-            self._agent.send_notif(connection.endpoint.agent_name, _PAYLOAD + payload)
+            send_payload(self._agent, connection.endpoint.agent_name, payload)
         except Exception as error:
             raise self._fail(connection, f"a notification could not be sent: {error}") from error
         self._count(notifications_sent=1)
@@ -198,11 +160,18 @@ class NixlDriver:
                     self._warm_up_timeout_s,
                 )
                 _complete(connection.waiters)
+        for connection in list(self._closing.values()):
+            self._finish_closing(connection)
+        while self._drains and self._is_over(self._drains[0]):
+            self._drains.pop(0).future.set_result(None)
 
     def shut_down(self) -> None:
         """Drop all peers and release the agent."""
-        for peer in list(self.peers.snapshot()):
-            self.disconnect(peer, "this transport is closed")
+        for connection in [*self.peers.snapshot().values(), *self._closing.values()]:
+            self._drop(connection, "this transport is closed")
+        for drain in self._drains:
+            drain.future.set_exception(TransferError("this transport is closed"))
+        self._drains.clear()
         self._release_left_over()
         try:
             self._agent.deregister_memory(self._registration)
@@ -212,7 +181,7 @@ class NixlDriver:
 
     def _post(
         self,
-        purpose: Literal["blocks", "warm_up", "probe"],
+        purpose: WritePurpose,
         connection: Connection,
         copies: Sequence[BlockCopy],
         future: Future[TransferStats] | None,
@@ -236,12 +205,12 @@ class NixlDriver:
             self._fail(connection, f"a write could not be posted: {error}", future)
             return
         num_bytes = sum(copy.num_bytes for copy in copies)
-        write = _Write(purpose, connection, handle, num_bytes, len(copies), posted_at, future)
+        write = Write(purpose, connection, handle, num_bytes, len(copies), posted_at, future)
         self._writes.add(write)
         connection.writes.add(write)
         self._settle(write, state)
 
-    def _check(self, write: _Write) -> None:
+    def _check(self, write: Write) -> None:
         try:
             state = self._agent.check_xfer_state(write.handle)
         except Exception as error:
@@ -249,24 +218,21 @@ class NixlDriver:
             return
         self._settle(write, state)
 
-    def _settle(self, write: _Write, state: str) -> None:
+    def _settle(self, write: Write, state: str) -> None:
         """Act on the state NIXL gave for ``write``: "DONE", "PROC" or "ERR"."""
         now = time.perf_counter()
         waited_s = now - write.posted_at
         if state == "DONE":
             self.last_activity = now
             self._retire(write)
-            self._release(write.handle)
-            self._finish(write, waited_s)
+            if not write.is_abandoned:
+                self._finish(write, waited_s)
         elif state != "PROC":
             self._fail(write.connection, f"a write failed in state {state}")
-        elif waited_s > self._transfer_timeout_s:
-            self._fail(
-                write.connection,
-                f"a write of {write.num_bytes} bytes was not done after {self._transfer_timeout_s} s",
-            )
+        elif waited_s > self._transfer_timeout_s and not write.is_abandoned:
+            self._abandon(write)
 
-    def _finish(self, write: _Write, duration_s: float) -> None:
+    def _finish(self, write: Write, duration_s: float) -> None:
         connection = write.connection
         if write.purpose == "warm_up":
             connect_ms = (time.perf_counter() - connection.started_at) * 1000
@@ -279,12 +245,8 @@ class NixlDriver:
         gbps = write.num_bytes / max(duration_s, 1e-9) / 1e9
         if write.purpose == "probe":
             connection.info = replace(connection.info, link_gbps=gbps)
-            logger.info(
-                "connected to %s in %.1f ms, %.2f GB/s",
-                describe(connection.peer),
-                connection.info.connect_ms,
-                gbps,
-            )
+            connect_ms = connection.info.connect_ms
+            logger.info("connected to %s in %.1f ms, %.2f GB/s", describe(connection.peer), connect_ms, gbps)
             _complete(connection.waiters)
             return
         if write.num_bytes >= _LINK_SAMPLE_BYTES:
@@ -304,27 +266,87 @@ class NixlDriver:
     ) -> TransferError:
         """Drop a peer whose connection does not work. ``future`` belongs to a write that was never posted."""
         peer = connection.peer
+        if connection in (self.peers.get(peer), self._closing.get(peer)):
+            logger.warning("dropping peer %s: %s", describe(peer), reason)
+            self._count(peers_failed=1)
+            self._drop(connection, reason)
         if future is not None:
             self._count(writes_failed=1)
             future.set_exception(TransferError(f"{describe(peer)}: {reason}"))
-        if self.peers.get(peer) is connection:
-            logger.warning("dropping peer %s: %s", describe(peer), reason)
-            self._count(peers_failed=1)
-            self.disconnect(peer, reason)
         return TransferError(f"{describe(peer)}: {reason}")
 
+    def _abandon(self, write: Write) -> None:
+        """Fail a write that has run out of time. It may still land, so it is watched until it is over."""
+        connection, write.is_abandoned = write.connection, True
+        reason = f"a write of {write.num_bytes} bytes was not done after {self._transfer_timeout_s} s"
+        if connection.peer not in self._closing:
+            logger.warning("dropping peer %s: %s", describe(connection.peer), reason)
+            self._count(peers_failed=1)
+        if write.future is not None:
+            self._count(writes_failed=1)
+            write.future.set_exception(
+                WriteAbandonedError(f"{describe(connection.peer)}: {reason}", connection.over)
+            )
+        self._close(connection, reason)
+
+    def _close(self, connection: Connection, reason: str) -> None:
+        """Accept no more writes to a peer; forget its agent when those of blocks in flight are over."""
+        if connection.peer not in self._closing:
+            self.peers.remove(connection.peer, reason)
+            self._closing[connection.peer] = connection
+            _fail_all(connection.waiters, TransferError(f"{describe(connection.peer)}: {reason}"))
+        self._finish_closing(connection, reason)
+
+    def _finish_closing(self, connection: Connection, reason: str = "removed") -> None:
+        if not any(write.purpose == "blocks" for write in connection.writes):
+            self._drop(connection, reason)
+        elif all(write.is_abandoned for write in connection.writes if write.purpose == "blocks"):
+            for leaver in connection.leavers:
+                self._drain(leaver)
+            connection.leavers.clear()
+
+    def _drop(self, connection: Connection, reason: str) -> None:
+        """Close a peer's endpoint, forget its agent, and fail what is in flight to it."""
+        peer = connection.peer
+        if self._closing.pop(peer, None) is None:
+            self.peers.remove(peer, reason)
+        writes = list(connection.writes)
+        for write in writes:
+            self._retire(write)
+        forget_remote_agent(self._agent, connection.endpoint.agent_name)
+        self._release_left_over()
+        # Only now: whoever hears of a failed write may reuse the blocks it was read from.
+        error = TransferError(f"{describe(peer)}: {reason}")
+        for write in writes:
+            if write.future is not None and not write.is_abandoned:
+                self._count(writes_failed=1)
+                write.future.set_exception(error)
+        _fail_all(connection.waiters, error)
+        for leaver in connection.leavers:
+            self._drain(leaver)
+        connection.leavers.clear()
+        connection.over.set_result(None)
+
+    def _drain(self, future: Future[None]) -> None:
+        """Complete ``future`` once the bytes that a dead peer had sent have been taken off the network.
+
+        UCX reads a socket for as long as it is open, whether the peer is known here or not, and what a dead
+        process had written to it still comes. NIXL cannot say when that is over, so this polls for a while.
+        """
+        self.last_activity = time.perf_counter()
+        self._drains.append(Drain(future, self.last_activity + _DRAIN_S, self._polls + _DRAIN_POLLS))
+
     def _receive_notifications(self) -> None:
-        arrived: dict[Any, list[bytes]] = self._agent.get_new_notifs()
+        arrived = receive_payloads(self._agent)
         if not arrived:
             return
         self.last_activity = time.perf_counter()
         names = {connection.endpoint.agent_name for connection in self.peers.snapshot().values()}
-        for sender, messages in arrived.items():
-            payloads = [message[1:] for message in messages if message[:1] == _PAYLOAD]
+        for sender, payloads in arrived.items():
             if not payloads:
                 continue
-            if _text(sender) not in names or self.handler is None:
-                logger.warning("dropped %d notifications from agent %s", len(payloads), _text(sender))
+            if sender not in names or self.handler is None:
+                logger.warning("dropped %d notifications from agent %s", len(payloads), sender)
                 self._count(notifications_dropped=len(payloads))
                 continue
             self._count(notifications_received=len(payloads))
@@ -332,15 +354,19 @@ class NixlDriver:
                 try:
                     self.handler(payload)
                 except Exception:
-                    logger.exception("the handler of a notification from %s failed", _text(sender))
+                    logger.exception("the handler of a notification from %s failed", sender)
+
+    def _is_over(self, drain: Drain) -> bool:
+        return time.perf_counter() >= drain.ends_at and self._polls >= drain.ends_at_poll
 
     def _null_block_copies(self, connection: Connection, count: int) -> list[BlockCopy]:
         copy = BlockCopy(self._settings.base_address, connection.endpoint.base_address, self._block_bytes)
         return [copy] * count
 
-    def _retire(self, write: _Write) -> None:
+    def _retire(self, write: Write) -> None:
         self._writes.discard(write)
         write.connection.writes.discard(write)
+        self._release(write.handle)
 
     def _release(self, handle: Any) -> None:
         try:
@@ -354,10 +380,6 @@ class NixlDriver:
         for handle in handles:
             self._release(handle)
 
-    def _forget_agent(self, agent_name: str) -> None:
-        with contextlib.suppress(Exception):  # it is gone either way, and NIXL reports unknown agents so
-            self._agent.remove_remote_agent(agent_name)
-
     def _count(self, **increments: float) -> None:
         values = {name: getattr(self._counters, name) + step for name, step in increments.items()}
         self._counters = replace(self._counters, **values)
@@ -369,5 +391,7 @@ def _complete(waiters: list[Future[None]]) -> None:
     waiters.clear()
 
 
-def _text(agent_name: str | bytes) -> str:
-    return agent_name.decode() if isinstance(agent_name, bytes) else agent_name
+def _fail_all(waiters: list[Future[None]], error: TransferError) -> None:
+    for waiter in waiters:
+        waiter.set_exception(error)
+    waiters.clear()

@@ -8,12 +8,13 @@ How UCX, NIXL's usual back end, behaves without a progress thread decides when a
 - Over TCP the target's polling takes the bytes off its socket, so a target that sleeps stalls the write.
 - A notification is seen only by polling, over every path.
 
-Hence a target calls ``expect_traffic`` while peers may write, and an idle transport with peers still polls
-ten times a second, so that a peer's first contact never hangs on it.
+Hence a target calls ``expect_traffic`` while peers may write, and an idle transport still polls ten times a
+second (measured: 0.3 % of a core), so that a peer's first contact never hangs on it.
 
-A write cannot be recalled. When one fails or exceeds its time, the whole peer is dropped: its endpoint is
-closed, and with it every operation in flight. That stops *this* side from sending. Bytes already in a socket
-buffer may still land, and removing a peer does not stop the peer from writing here.
+A write cannot be recalled. Closing an endpoint flushes it: over TCP, what was posted is still sent while this
+side polls and the target reads (measured: 110 MB landed after a removal). Hence ``remove_peer`` lets writes
+in flight end, and a write that has run out of time fails but is watched until it is over. Removing a peer
+does not stop the peer from writing here, but if it has died, it makes sure that what it had sent has landed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_LONGEST_SLEEP_IN_FLIGHT_S = 0.001
+_LONGEST_SLEEP_BUSY_S = 0.001
 _LONGEST_SLEEP_EXPECTING_S = 0.002
 _LONGEST_SLEEP_IDLE_S = 0.1
 
@@ -61,7 +62,8 @@ class NixlTransport:
     - ``memory``: ``"DRAM"`` or ``"VRAM"`` (of device ``device_id``).
     - ``backends``: NIXL plugins, all of which must be available.
     - ``local_id``: this worker's id and incarnation, so that it is never added as its own peer.
-    - ``transfer_timeout_s``: a write that takes longer fails, and its peer is dropped.
+    - ``transfer_timeout_s``: a write that takes longer fails with ``WriteAbandonedError``, and its peer is
+      dropped. It can be added again when the write is over.
     - ``warm_up_timeout_s``: when ``add_peer`` stops waiting for the peer's first answer and completes anyway,
       with ``PeerInfo.warm`` False. The warm-up then goes on in the background until ``transfer_timeout_s``.
 
@@ -145,14 +147,13 @@ class NixlTransport:
         return self._submit(future, connect)
 
     def remove_peer(self, peer: Peer) -> Future[None]:
-        """Fail the writes in flight to ``peer``, close its endpoint and forget its agent."""
+        """Accept no more writes to ``peer``, let those in flight end, close its endpoint, forget its agent.
+
+        The future completes 0.05 s later: by then the bytes that a dead peer had sent have landed too, and
+        the blocks it was to fill are safe to reuse. That holds for any peer, one dropped before included.
+        """
         future: Future[None] = Future()
-
-        def disconnect(driver: NixlDriver) -> None:
-            driver.disconnect(peer, "removed")
-            future.set_result(None)
-
-        return self._submit(future, disconnect)
+        return self._submit(future, lambda driver: driver.remove(peer, future))
 
     def write_blocks(
         self, peer: Peer, local_block_ids: Sequence[int], remote_block_ids: Sequence[int]
@@ -264,14 +265,11 @@ class NixlTransport:
         driver = self._driver
         if driver is None:
             return None
-        expecting = bool(self._expected)
-        if not expecting and not driver.peers.snapshot():
-            return None
         driver.poll()
-        if driver.has_writes_in_flight:
-            longest_s = _LONGEST_SLEEP_IN_FLIGHT_S
+        if driver.is_busy:
+            longest_s = _LONGEST_SLEEP_BUSY_S
         else:
-            longest_s = _LONGEST_SLEEP_EXPECTING_S if expecting else _LONGEST_SLEEP_IDLE_S
+            longest_s = _LONGEST_SLEEP_EXPECTING_S if self._expected else _LONGEST_SLEEP_IDLE_S
         return polling_sleep_s(time.perf_counter() - driver.last_activity, longest_s)
 
     def _crash(self, error: BaseException) -> None:

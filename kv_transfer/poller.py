@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections import deque
@@ -47,7 +48,9 @@ class Poller:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Called once."""
+        """Start the thread. Called once. It is stopped when the interpreter exits, if not before."""
+        # A daemon thread that the interpreter ends inside native code takes the process down with SIGABRT.
+        atexit.register(self.stop)
         self._thread.start()
 
     def submit(self, command: Callable[[], None]) -> bool:
@@ -66,6 +69,7 @@ class Poller:
             self._wake_up.notify()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
+        atexit.unregister(self.stop)
 
     def _run(self) -> None:
         try:

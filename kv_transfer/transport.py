@@ -18,6 +18,18 @@ class TransferError(Exception):
     """A write or notification did not reach its peer. The peer's blocks may hold partial data."""
 
 
+class WriteAbandonedError(TransferError):
+    """A write has run out of time, but it cannot be recalled and may still land.
+
+    When ``over`` completes it cannot any more, be it that it has landed or that its peer has died. Until then
+    nobody may tell the peer that its blocks are safe, and ``add_peer`` refuses the same incarnation.
+    """
+
+    def __init__(self, message: str, over: Future[None]) -> None:
+        super().__init__(message)
+        self.over = over
+
+
 class TransportUnavailableError(RuntimeError):
     """This platform has no usable transport of the asked kind; the message says what to install."""
 
@@ -93,7 +105,11 @@ class Transport(Protocol):
         ...
 
     def remove_peer(self, peer: Peer) -> Future[None]:
-        """Cancel what is in flight to ``peer`` and forget its agent. Unknown peers are ignored."""
+        """Accept no more writes to ``peer``, end those in flight and forget its agent. Unknown ones are fine.
+
+        Writes in flight are cancelled where the network can do that, else they land, fail or run out of time.
+        When the future completes and the peer is dead, nothing that it had sent can land here any more.
+        """
         ...
 
     def write_blocks(
@@ -101,7 +117,8 @@ class Transport(Protocol):
     ) -> Future[TransferStats]:
         """Copy local blocks into the peer's blocks, pairwise. Raises ``ValueError`` for unequal lengths.
 
-        When the future completes, the bytes have landed. It fails with ``TransferError``.
+        When the future completes, the bytes have landed. It fails with ``TransferError``, and with
+        ``WriteAbandonedError`` where the bytes may still land.
         """
         ...
 

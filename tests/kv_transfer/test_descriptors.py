@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.descriptors import plan_block_copies
+from kv_transfer.descriptors import BlockCopy, check_block_ids, check_remote_copies, plan_block_copies
 
 BLOCK = 3  # bytes
 
 
-def apply(copies: list[object], local: bytes, size: int) -> bytearray:
+def apply(copies: list[BlockCopy], local: bytes, size: int) -> bytearray:
     remote = bytearray(b"." * size)
     for copy in copies:
-        start, length = copy.local_address - 100, copy.num_bytes  # type: ignore[attr-defined]
-        target = copy.remote_address - 500  # type: ignore[attr-defined]
+        start, length = copy.local_address - 100, copy.num_bytes
+        target = copy.remote_address - 500
         remote[target : target + length] = local[start : start + length]
     return remote
 
@@ -34,7 +34,7 @@ def test_any_pairs_of_blocks(pairs: tuple[list[int], list[int]]) -> None:
     remote = bytearray(b"." * 20 * BLOCK)
     for source, target in zip(local_ids, remote_ids, strict=True):
         remote[target * BLOCK : (target + 1) * BLOCK] = local[source * BLOCK : (source + 1) * BLOCK]
-    assert apply(list(copies), local, len(remote)) == remote
+    assert apply(copies, local, len(remote)) == remote
 
 
 def test_runs_that_follow_each_other_on_both_sides_become_one() -> None:
@@ -55,3 +55,18 @@ def test_runs_that_follow_each_other_on_both_sides_become_one() -> None:
 def test_impossible_pairs_are_refused(local: list[int], remote: list[int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         plan_block_copies(local, remote, block_bytes=BLOCK, local_base=0, remote_base=0)
+
+
+def test_blocks_outside_a_cache_are_named() -> None:
+    check_block_ids([0, 3], 4, side="local")
+    with pytest.raises(ValueError, match=r"local block id 4 at position 1 is out of range; .* 0 to 3"):
+        check_block_ids([0, 4], 4, side="local")
+    copies = plan_block_copies([0, 1], [2, 3], block_bytes=BLOCK, local_base=0, remote_base=0)
+    check_remote_copies(copies, 4, block_bytes=BLOCK)
+    with pytest.raises(ValueError, match="remote block id 3 is out of range; that cache has blocks 0 to 2"):
+        check_remote_copies(copies, 3, block_bytes=BLOCK)
+
+
+def test_a_block_of_no_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_bytes must be at least 1, got 0"):
+        plan_block_copies([0], [0], block_bytes=0, local_base=0, remote_base=0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kv_transfer.handoff import (
     FENCEABLE_STATES,
@@ -58,6 +60,28 @@ def test_blocks_are_released_only_by_a_proof_that_the_writer_has_stopped() -> No
         for event, after in LEGAL[state].items():
             if after is S.RELEASED:
                 assert event in (E.SEAL, E.FENCED, E.WRITER_GONE)
+
+
+@given(st.lists(st.sampled_from(HandoffEvent), max_size=12))
+def test_any_series_of_events(events: list[HandoffEvent]) -> None:
+    """Illegal ones change nothing; it ends once, by a proof, and is never writable again after a seal."""
+    one, seen = handoff(S.RESERVED), []
+    for time, event in enumerate(events):
+        before = one
+        try:
+            one = advance(one, event, float(time))
+        except HandoffStateError:
+            assert event not in LEGAL[before.state]
+            continue
+        seen.append(event)
+        assert one.key == before.key
+        assert one.block_ids == before.block_ids
+        assert before.is_writable or not one.is_writable
+        if one.state is S.RELEASED:
+            assert {E.SEAL, E.FENCED, E.WRITER_GONE} & set(seen), "nothing proves that the writer has stopped"
+            assert not legal_events(one.state)
+        assert (one.outcome is not None) == (one.state is S.RELEASED)
+        assert one.is_sealed == (E.SEAL in seen)
 
 
 def test_outcomes_reasons_and_bytes() -> None:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kv_transfer.handoff import HandoffEvent, HandoffState, HandoffStateError, legal_events
+from kv_transfer.handoff import HandoffEvent, HandoffStateError, legal_events
 from kv_transfer.handoff_ledger import HandoffLedger
 from kv_transfer.transport import Peer
 
@@ -31,12 +31,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(blocks=st.sets(st.integers(0, 9), max_size=4), writer=st.sampled_from(WRITERS))
     def open(self, blocks: set[int], writer: Peer) -> None:
-        writable = {
-            block
-            for one in self.ledger
-            if one.state in (HandoffState.RESERVED, HandoffState.STREAMING, HandoffState.FENCING)
-            for block in one.block_ids
-        }
+        writable = {block for one in self.ledger if one.is_writable for block in one.block_ids}
         name = f"r{self.count}"
         self.count += 1
         if blocks & writable:
@@ -96,6 +91,42 @@ def test_the_same_attempt_and_a_block_named_twice_are_refused() -> None:
         open_handoff(ledger, "r", (2,))
     with pytest.raises(ValueError, match="names a block twice"):
         open_handoff(ledger, "s", (3, 3))
+
+
+def test_a_sealed_handoff_that_is_fenced_later_does_not_disturb_the_blocks_next_writer() -> None:
+    ledger = HandoffLedger()
+    open_handoff(ledger, "first", (1, 2))
+    ledger.transition("first", 1, HandoffEvent.STREAM, 1.0)
+    ledger.transition("first", 1, HandoffEvent.SEAL, 2.0)
+    open_handoff(ledger, "second", (2, 3))
+    ledger.transition("first", 1, HandoffEvent.FENCE, 3.0)
+    ledger.check_invariants()
+    ledger.transition("first", 1, HandoffEvent.FENCED, 4.0)
+    ledger.close("first", 1)
+    ledger.check_invariants()
+    with pytest.raises(HandoffStateError, match="block 2 of d0 cannot go to handoff third"):
+        open_handoff(ledger, "third", (1, 2))
+
+
+def test_handoffs_of_a_peer_are_found_by_incarnation_on_either_side() -> None:
+    ledger = HandoffLedger()
+    open_handoff(ledger, "r", (1,), WRITERS[0])
+    open_handoff(ledger, "s", (2,), WRITERS[1])
+    assert [one.request_id for one in ledger.with_peer(WRITERS[0])] == ["r"]
+    assert [one.request_id for one in ledger.with_peer(WRITERS[1])] == ["s"]
+    assert [one.request_id for one in ledger.with_peer(OWN)] == ["r", "s"]
+    assert ledger.with_peer(Peer("p0", 3)) == ()
+
+
+def test_an_unknown_handoff_is_named() -> None:
+    ledger = HandoffLedger()
+    assert ledger.get("r", 1) is None
+    for act in (
+        lambda: ledger.close("r", 1),
+        lambda: ledger.transition("r", 1, HandoffEvent.SEAL, 1.0),
+    ):
+        with pytest.raises(HandoffStateError, match="no live handoff r attempt 1"):
+            act()
 
 
 def test_past_deadline_is_oldest_first() -> None:

@@ -1,135 +1,138 @@
-"""Real NIXL between real processes: bytes arrive, notifications follow, and dead peers hang nobody."""
+"""Real NIXL between two real processes that are well: bytes, notifications, first contact, idling."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+import random
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.kv_transfer.nixl_peer import LAYOUT, NUM_BLOCKS, content, digest
+from tests.kv_transfer.peer_process import SHARED_MEMORY, TCP, CommandError, PeerProcess, connect
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
-
-class PeerProcess:
-    def __init__(self, worker_id: str, role: str, incarnation: int = 1) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kv_transfer.nixl_peer", worker_id, role, str(incarnation)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        self.peer = [worker_id, incarnation]
-        self.record: str = self._read()["record"]
-
-    def __call__(self, do: str, **fields: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
-        self.process.stdin.flush()
-        return self._read()
-
-    def ok(self, do: str, **fields: Any) -> dict[str, Any]:
-        answer = self(do, **fields)
-        assert "error" not in answer, answer
-        return answer
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        while True:
-            line = self.process.stdout.readline()
-            assert line, "the process has ended"
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
+Pair = tuple[PeerProcess, PeerProcess]
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[PeerProcess, PeerProcess]]:
-    prefill, decode = PeerProcess("prefill-0", "prefill"), PeerProcess("decode-0", "decode")
-    prefill.ok("add", record=decode.record)
-    decode.ok("add", record=prefill.record)
+def start_pair(environment: Mapping[str, str], **options: Any) -> Pair:
+    prefill = PeerProcess("prefill-0", "prefill", environment=environment, **options)
+    decode = PeerProcess("decode-0", "decode", environment=environment, **options)
+    prefill.wait_until_ready()
+    decode.wait_until_ready()
+    return prefill, decode
+
+
+@pytest.fixture(scope="module", params=[SHARED_MEMORY, TCP], ids=["shared_memory", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """A connected pair that all tests of this file share."""
+    prefill, decode = start_pair(request.param)
+    connect(prefill, decode)
     yield prefill, decode
-    prefill.stop()
-    decode.stop()
+    prefill.kill()
+    decode.kill()
 
 
-def test_blocks_arrive_where_they_belong_and_nowhere_else(pair: tuple[PeerProcess, PeerProcess]) -> None:
+def test_peers_are_warm_once_added_and_adding_again_changes_nothing(pair: Pair) -> None:
     prefill, decode = pair
-    prefill.ok("fill", seed=100)
-    stats = prefill.ok("write", peer=decode.peer, local=[5, 6, 7, 20], remote=[11, 12, 13, 40])
-    assert stats["num_descriptors"] == 2
-    assert stats["num_bytes"] == 4 * 4 * 2 * 2 * 16 * 16 * 4
-    blocks = decode.ok("read", blocks=[10, 11, 12, 13, 14, 40])["blocks"]
-    assert blocks == [[0], [105], [106], [107], [0], [120]]
+    connect(prefill, decode)
+    assert prefill("peers") == [["decode-0", 1, True, 0]]
+    assert decode("peers") == [["prefill-0", 1, True, 0]]
 
 
-def test_a_notification_follows_the_data(pair: tuple[PeerProcess, PeerProcess]) -> None:
+def test_blocks_arrive_where_they_belong_and_nowhere_else(pair: Pair) -> None:
     prefill, decode = pair
-    decode.ok("expect")
-    prefill.ok("fill", seed=0)
-    prefill.ok("write", peer=decode.peer, local=list(range(1, 60)), remote=list(range(1, 60)))
-    prefill.ok("notify", peer=decode.peer, payload="sealed r1")
-    assert decode.ok("notifications", count=1)["notifications"] == ["sealed r1"]
-    assert decode.ok("read", blocks=[1, 59])["blocks"] == [[1], [59]]
+    prefill("fill", seed=1)
+    decode("fill", seed=2)
+    expected = [digest(content(block_id, 2)) for block_id in range(NUM_BLOCKS)]
+    order = random.Random(3)
+    for num_blocks in (1, 2, 17, 125):
+        local = order.sample(range(1, NUM_BLOCKS), num_blocks)
+        remote = order.sample(range(1, NUM_BLOCKS), num_blocks)
+        assert prefill("write", peer=decode.peer, local=local, remote=remote)[0] == (
+            num_blocks * LAYOUT.block_bytes
+        )
+        for ours, theirs in zip(local, remote, strict=True):
+            expected[theirs] = digest(content(ours, 1))
+    assert decode("digests")[1:] == expected[1:]
 
 
-def test_a_killed_peer_fails_writes_and_hangs_nothing(pair: tuple[PeerProcess, PeerProcess]) -> None:
+def test_runs_become_one_descriptor(pair: Pair) -> None:
     prefill, decode = pair
-    decode.stop()
-    for _ in range(3):
-        answer = prefill("write", peer=decode.peer, local=[1], remote=[1])
-        if "error" in answer:
-            break
-    prefill.ok("remove", peer=decode.peer)
-    answer = prefill("write", peer=decode.peer, local=[1], remote=[1])
-    assert answer["error"].startswith("TransferError")
+    prefill("fill", seed=4)
+    written = prefill("write", peer=decode.peer, local=[5, 6, 7, 20], remote=[11, 12, 13, 40])
+    assert written == [4 * LAYOUT.block_bytes, 2]
+    assert decode("digests", blocks=[11, 12, 13, 40]) == [
+        digest(content(block, 4)) for block in (5, 6, 7, 20)
+    ]
 
 
-def test_a_restarted_peer_is_another_peer(pair: tuple[PeerProcess, PeerProcess]) -> None:
+def test_a_notification_sent_after_a_write_finds_its_bytes(pair: Pair) -> None:
     prefill, decode = pair
-    decode.stop()
-    again = PeerProcess("decode-0", "decode", incarnation=2)
-    try:
-        prefill.ok("add", record=again.record)  # the old agent is removed first
-        again.ok("add", record=prefill.record)
-        prefill.ok("fill", seed=7)
-        prefill.ok("write", peer=again.peer, local=[3], remote=[4])
-        assert again.ok("read", blocks=[4])["blocks"] == [[10]]
-        old = prefill("write", peer=decode.peer, local=[3], remote=[4])
-        assert old["error"].startswith("TransferError")
-    finally:
-        again.stop()
+    decode("expect", key="request")
+    before = len(decode("received", count=0))
+    blocks = list(range(1, 120))
+    for seed in (5, 6, 7):
+        prefill("fill", seed=seed)
+        prefill("write", peer=decode.peer, local=blocks, remote=blocks)
+        prefill("notify", peer=decode.peer, payload=f"sealed {seed}")
+    decode("stop_expecting", key="request")
+    received = decode("received", count=before + 3)[before:]
+    assert [payload for payload, _ in received] == ["sealed 5", "sealed 6", "sealed 7"]
+    assert received[-1][1] == digest(content(1, 7))
 
 
-def test_wrong_blocks_are_refused_before_anything_is_written(pair: tuple[PeerProcess, PeerProcess]) -> None:
+def test_a_notification_reaches_a_worker_that_does_not_expect_one(pair: Pair) -> None:
     prefill, decode = pair
-    answer = prefill("write", peer=decode.peer, local=[1], remote=[64])
-    assert answer["error"].startswith("ValueError")
-    assert "64" in answer["error"]
+    before = len(prefill("received", count=0))
+    decode("notify", peer=prefill.peer, payload="hello")
+    assert prefill("received", count=before + 1)[before][0] == "hello"
 
 
-def test_an_idle_pair_sleeps(pair: tuple[PeerProcess, PeerProcess]) -> None:
+@pytest.mark.parametrize(
+    ("local", "remote", "named"),
+    [
+        ([NUM_BLOCKS], [1], f"ValueError: local block id {NUM_BLOCKS}"),
+        ([1], [NUM_BLOCKS], f"ValueError: remote block id {NUM_BLOCKS}"),
+        ([1, 2], [3], "ValueError: blocks are copied pairwise, got 2 local and 1 remote"),
+    ],
+)
+def test_wrong_blocks_are_refused(pair: Pair, local: list[int], remote: list[int], named: str) -> None:
+    prefill, decode = pair
+    with pytest.raises(CommandError, match=named):
+        prefill("write", peer=decode.peer, local=local, remote=remote)
+
+
+def test_an_unknown_peer_is_named(pair: Pair) -> None:
+    prefill, _ = pair
+    with pytest.raises(CommandError, match=r"TransferError: decode-9@1 is not a peer; .*: decode-0@1"):
+        prefill("write", peer=["decode-9", 1], local=[1], remote=[1])
+
+
+def test_idle_workers_sleep(pair: Pair) -> None:
     """Loosely: a poller that spins would show as a whole core."""
     prefill, decode = pair
-    prefill.ok("write", peer=decode.peer, local=[1], remote=[1])
-    prefill.ok("idle", seconds=0.5)
-    assert prefill.ok("idle", seconds=1.5)["cpu_share"] < 0.2
-    assert decode.ok("idle", seconds=1.5)["cpu_share"] < 0.2
+    decode("expect", key="request")
+    prefill.post("idle", seconds=1.5)
+    assert decode("idle", seconds=1.5) < 0.2
+    assert prefill.answer() < 0.2
+    decode("stop_expecting", key="request")
 
 
-def test_closing_ends_the_process_cleanly(pair: tuple[PeerProcess, PeerProcess]) -> None:
-    prefill, _ = pair
-    prefill.ok("close")
-    assert prefill.process.wait(20) == 0
+def test_first_contact_with_an_idle_worker_that_knows_nobody() -> None:
+    """And: a process that exits without closing its transport, in the middle of polling, ends cleanly."""
+    prefill, decode = start_pair(SHARED_MEMORY)
+    try:
+        prefill("add", record=decode.record)
+        assert prefill("peers") == [["decode-0", 1, True, 0]], "it did not wait until its patience ended"
+        prefill("fill", seed=8)
+        prefill("write", peer=decode.peer, local=[3], remote=[4])
+        assert decode("digests", blocks=[4]) == [digest(content(3, 8))]
+        decode("expect", key="request")
+        assert decode.end() == 0
+        prefill("close")
+        assert prefill.end() == 0
+    finally:
+        prefill.kill()
+        decode.kill()

@@ -1,0 +1,48 @@
+"""What the NIXL driver remembers: peers' connections, posted writes, and who waits for a peer to be gone."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from cluster.members import TransportEndpoint
+from kv_transfer.transport import Peer, PeerInfo, TransferStats
+
+WritePurpose = Literal["blocks", "warm_up", "probe"]
+
+
+@dataclass(eq=False, slots=True)
+class Connection:
+    """One peer whose metadata is loaded. ``info`` is replaced, never changed: other threads read it."""
+
+    peer: Peer
+    endpoint: TransportEndpoint
+    info: PeerInfo
+    started_at: float
+    waiters: list[Future[None]] = field(default_factory=list)  # of add_peer, until the path is warm
+    leavers: list[Future[None]] = field(default_factory=list)  # of remove_peer, while writes are in flight
+    over: Future[None] = field(default_factory=Future)  # completes when no write to it can land any more
+    writes: set[Write] = field(default_factory=set)
+
+
+@dataclass(eq=False, slots=True)
+class Write:
+    """One posted write."""
+
+    purpose: WritePurpose
+    connection: Connection
+    handle: Any
+    num_bytes: int
+    num_descriptors: int
+    posted_at: float
+    future: Future[TransferStats] | None  # None for warm-up and probe
+    is_abandoned: bool = False  # it has run out of time, and ``future`` has failed
+
+
+class Drain(NamedTuple):
+    """Somebody who waits until what a former peer had sent has landed."""
+
+    future: Future[None]
+    ends_at: float
+    ends_at_poll: int
