@@ -53,6 +53,7 @@ class PeerConnections:
         self._on_lost = on_lost
         self._connections: dict[str, _Connection] = {}
         self._incompatible: dict[str, str] = {}
+        self._wanted: dict[str, WorkerRecord] = {}  # compatible partners in the last list
 
     def get(self, worker_id: str) -> Peer | None:
         """The connected peer of that id; None if there is none."""
@@ -75,6 +76,7 @@ class PeerConnections:
         for worker_id in self._incompatible.keys() - registered:
             del self._incompatible[worker_id]
         wanted = {record.id: record for record in workers if self._is_partner(record)}
+        self._wanted = wanted
         for worker_id, connection in list(self._connections.items()):
             record = wanted.get(worker_id)
             if record is None or record.incarnation > connection.record.incarnation:
@@ -143,3 +145,6 @@ class PeerConnections:
         if self._connections.get(connection.record.id) is connection:
             del self._connections[connection.record.id]
         self._on_lost(connection.peer)
+        successor = self._wanted.get(connection.record.id)
+        if successor is not None and connection.record.id not in self._connections:
+            self._connect(_Connection(successor))

@@ -17,7 +17,7 @@ from engine.engine_commands import EngineCommands
 from engine.step_result import NewRequest, PrefillProgress, SequenceOutput, StepResult
 from kv_transfer.handoff import FENCEABLE_STATES, HandoffEvent, HandoffStateError
 from kv_transfer.handoff_ledger import HandoffLedger
-from kv_transfer.transport import Peer, TransferStats, Transport
+from kv_transfer.transport import Peer, TransferStats, Transport, WriteAbandonedError
 from prefill_worker.prefill_request import PrefillRequest, UnconnectedPrefill, engine_id
 
 logger = logging.getLogger(__name__)
@@ -270,8 +270,12 @@ class PrefillWorker:
         future.add_done_callback(lambda done: self._post(lambda: self._write_done(request, done)))
 
     def _write_done(self, request: PrefillRequest, future: Future[TransferStats]) -> None:
-        request.writes_in_flight -= 1
         error = future.exception()
+        if isinstance(error, WriteAbandonedError) and not error.over.done():
+            # It may still land: the decode worker must not hear that the writing has ended.
+            error.over.add_done_callback(lambda _: self._post(lambda: self._write_done(request, future)))
+            return
+        request.writes_in_flight -= 1
         if error is None:
             stats = future.result()
             request.transfer_bytes += stats.num_bytes
