@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+from cluster.end_with_parent import end_with_parent
+
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
-_PR_SET_PDEATHSIG = 1
 
 
 class EmbeddedRegistryError(RuntimeError):
@@ -64,7 +61,7 @@ class EmbeddedRegistry:
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=end_with_parent(),
                 start_new_session=True,  # Ctrl-C in the terminal is the launcher's to handle
             )
         give_up_at = time.monotonic() + _START_TIMEOUT_S
@@ -119,9 +116,3 @@ def _answers(path: Path) -> bool:
         connection.sendall(b"PING\r\n")
         return connection.recv(16).startswith(b"+PONG")
     return False
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # the parent ended before the call
-        os._exit(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from wsgiref.simple_server import WSGIServer
+
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
@@ -79,7 +81,7 @@ class WorkerMetrics:
         self._failures = Counter(
             prefix + "request_failures", "Requests that ended with an error", ["code"], registry=registry
         )
-        self._server: object = None
+        self._server: WSGIServer | None = None
 
     def set_load(self, load: LoadReport) -> None:
         """Take over a load report."""
@@ -129,6 +131,6 @@ class WorkerMetrics:
     def close(self) -> None:
         """Stop answering. Harmless if ``serve`` was not called."""
         if self._server is not None:
-            self._server.shutdown()  # type: ignore[attr-defined]
-            self._server.server_close()  # type: ignore[attr-defined]
+            self._server.shutdown()
+            self._server.server_close()
             self._server = None

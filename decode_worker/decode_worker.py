@@ -190,6 +190,11 @@ class DecodeWorker:
         code = "invalid_request" if isinstance(error, ValueError) else "worker_overloaded"
         self._fail(request, RequestError(code=code, message=str(error), retryable=code != "invalid_request"))
 
+    def _handoff_broke(self, request: DecodeRequest, error: BaseException) -> None:
+        """The engine does not take what the writer, which has stopped, left behind: give the blocks back."""
+        self._engine.run(lambda engine: engine.abort(request.engine_id))
+        self._fail(request, RequestError(code="handoff_failed", message=str(error), retryable=True))
+
     def _reserved(self, reservation: Reservation) -> None:
         request = self._requests.by_engine_id(reservation.request_id)
         if request is None:
@@ -213,7 +218,7 @@ class DecodeWorker:
         request.sealed_at = self._clock.monotonic()
         self._engine.run(
             lambda engine: engine.activate(request.engine_id, sealed.token_id, sealed.logprobs),
-            on_error=functools.partial(self._refused, request),
+            on_error=functools.partial(self._handoff_broke, request),
         )
 
     def _prefill_here(self, request_id: str, attempt: int, reason: str) -> None:
@@ -224,7 +229,7 @@ class DecodeWorker:
         request.prefill_peer = None
         self._engine.run(
             lambda engine: engine.fail_remote(request.engine_id),
-            on_error=functools.partial(self._refused, request),
+            on_error=functools.partial(self._handoff_broke, request),
         )
 
     def _cancel(self, request: DecodeRequest, reason: str) -> None:

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+from cluster.end_with_parent import end_with_parent
+
 _TAIL_LINES = 40
 _MAX_LINE = 64 * 1024  # bytes; a longer line is passed on in pieces
 
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """What to start. ``cpus`` pins the process; empty leaves it free."""
+    """What to start."""
 
     name: str
     role: str  # "router" | "prefill" | "decode"
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)  # the whole environment of the child
-    cpus: tuple[int, ...] = ()
     num_threads: int = 0  # 0: not an engine process
 
 
@@ -58,7 +56,7 @@ class ChildProcess:
                 env=dict(spec.environment),
                 start_new_session=True,
                 # Safe here: the launcher has no other thread, and the function only makes two system calls.
-                preexec_fn=_child_setup(spec.cpus),
+                preexec_fn=end_with_parent(),
             )
         except BaseException:
             os.close(read_end)
@@ -152,24 +150,6 @@ async def _readable(loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
-
-
-def _child_setup(cpus: tuple[int, ...]) -> Callable[[], None] | None:
-    """What the child does between fork and exec. Everything it calls is looked up here, before the fork."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-    set_affinity = os.sched_setaffinity
-
-    def setup() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-        if cpus:
-            set_affinity(0, cpus)
-
-    return setup
 
 
 def describe_exit(status: int) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import importlib.metadata
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import yaml
@@ -33,7 +33,14 @@ Settings = Annotated[
 Model = Annotated[
     str | None, typer.Option(help="A bundled model's name, a .gguf file, a folder, or a Hugging Face id.")
 ]
+Id = Annotated[str | None, typer.Option(help="The process's id in the cluster; one is made up otherwise.")]
+Host = Annotated[str | None, typer.Option(help="Address to listen at.")]
+Port = Annotated[int | None, typer.Option(help="Port to listen at; 0: any free one.")]
+RegistryUrl = Annotated[str | None, typer.Option(help="URL of the Redis or Valkey server.")]
 Url = Annotated[str, typer.Option(help="Base URL of the server.")]
+ServedModel = Annotated[
+    str | None, typer.Option("--model", help="Model name; the server's first one if not given.")
+]
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -55,8 +62,8 @@ def serve(
         int | None, typer.Option(help="Prefill workers; 0: decode workers prefill themselves.")
     ] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen at.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen at; 0: any free one.")] = None,
+    host: Host = None,
+    port: Port = None,
     model: Model = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the whole log of all processes.")] = False,
     config: ConfigFile = None,
@@ -79,10 +86,10 @@ def serve(
 
 @app.command()
 def router(
-    id: Annotated[str | None, typer.Option(help="The router's id in the cluster.")] = None,  # noqa: A002
-    host: Annotated[str | None, typer.Option(help="Address to listen at.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen at; 0: any free one.")] = None,
-    registry: Annotated[str | None, typer.Option(help="URL of the Redis or Valkey server.")] = None,
+    id: Id = None,  # noqa: A002
+    host: Host = None,
+    port: Port = None,
+    registry: RegistryUrl = None,
     model: Model = None,
     config: ConfigFile = None,
     settings: Settings = None,
@@ -100,40 +107,32 @@ def router(
 
 @app.command("prefill-worker")
 def prefill_worker(
-    id: Annotated[str | None, typer.Option(help="The worker's id in the cluster.")] = None,  # noqa: A002
-    registry: Annotated[str | None, typer.Option(help="URL of the Redis or Valkey server.")] = None,
+    id: Id = None,  # noqa: A002
+    registry: RegistryUrl = None,
     model: Model = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Run one prefill worker."""
-    from leadout.worker_process import run_worker
-
-    overrides = {"registry": {"url": registry}, "model": {"source": model}}
-    raise typer.Exit(run_worker(_load(config, settings, overrides), "prefill", id))
+    _run_worker("prefill", id, registry, model, config, settings)
 
 
 @app.command("decode-worker")
 def decode_worker(
-    id: Annotated[str | None, typer.Option(help="The worker's id in the cluster.")] = None,  # noqa: A002
-    registry: Annotated[str | None, typer.Option(help="URL of the Redis or Valkey server.")] = None,
+    id: Id = None,  # noqa: A002
+    registry: RegistryUrl = None,
     model: Model = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Run one decode worker."""
-    from leadout.worker_process import run_worker
-
-    overrides = {"registry": {"url": registry}, "model": {"source": model}}
-    raise typer.Exit(run_worker(_load(config, settings, overrides), "decode", id))
+    _run_worker("decode", id, registry, model, config, settings)
 
 
 @app.command()
 def chat(
     url: Url = DEFAULT_URL,
-    model: Annotated[
-        str | None, typer.Option(help="Model name; the server's first one if not given.")
-    ] = None,
+    model: ServedModel = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
@@ -155,9 +154,7 @@ def chat(
 @app.command()
 def bench(
     url: Url = DEFAULT_URL,
-    model: Annotated[
-        str | None, typer.Option(help="Model name; the server's first one if not given.")
-    ] = None,
+    model: ServedModel = None,
     num_requests: Annotated[int, typer.Option(help="Requests to send.")] = 32,
     concurrency: Annotated[
         int | None, typer.Option(help="Most requests at once; no limit if not given.")
@@ -172,7 +169,9 @@ def bench(
     dataset: Annotated[
         Path | None, typer.Option(help='Prompts: a JSON object {"prompt", "max_tokens"} per line.')
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Generate exactly the asked number of tokens.")] = True,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Generate exactly the asked number of tokens (an extension, not OpenAI's).")
+    ] = False,
     warmup: Annotated[int, typer.Option(help="Requests before the measurement.")] = 2,
     goodput: Annotated[
         str | None, typer.Option(help="Limits in ms, as ttft=500,tpot=50,e2e=5000; any of them.")
@@ -229,6 +228,20 @@ def status(
 def version() -> None:
     """Print the version."""
     print(importlib.metadata.version("leadout"))
+
+
+def _run_worker(
+    role: Literal["prefill", "decode"],
+    worker_id: str | None,
+    registry: str | None,
+    model: str | None,
+    config: Path | None,
+    settings: list[str] | None,
+) -> None:
+    from leadout.worker_process import run_worker
+
+    overrides = {"registry": {"url": registry}, "model": {"source": model}}
+    raise typer.Exit(run_worker(_load(config, settings, overrides), role, worker_id))
 
 
 def _base_url(url: str) -> str:

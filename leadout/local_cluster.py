@@ -19,7 +19,7 @@ import httpx
 from cluster.config import LeadoutConfig, to_environment
 from cluster.embedded_registry import EmbeddedRegistry, EmbeddedRegistryError
 from leadout.child_process import ChildProcess, ChildSpec, describe_exit
-from leadout.cpu_plan import available_cores, plan_cpus
+from leadout.cpu_plan import available_cores, thread_environment, threads_per_process
 from leadout.errors import UserError
 from leadout.restart_policy import GiveUp, RestartPolicy
 
@@ -220,16 +220,18 @@ class LocalCluster:
 def _child_specs(config: LeadoutConfig, registry_url: str, port: int) -> list[ChildSpec]:
     roles = [("prefill", index) for index in range(config.local.prefill)]
     roles += [("decode", index) for index in range(config.local.decode)]
-    share = plan_cpus(available_cores(), len(roles), config.engine.num_threads)[0]
+    num_threads = config.engine.num_threads or threads_per_process(available_cores(), len(roles))
     environment = {
         **os.environ,
         **to_environment(config),
         "LEADOUT_REGISTRY__URL": registry_url,
         "LEADOUT_ROUTER__PORT": str(port),
-        "LEADOUT_ENGINE__NUM_THREADS": str(share.num_threads),
+        "LEADOUT_ENGINE__NUM_THREADS": str(num_threads),
+        # Several workers on one machine cannot share a port.
         "LEADOUT_WORKER__PORT": "0",
+        "LEADOUT_WORKER__METRICS_PORT": str(min(0, config.worker.metrics_port)),
         "PYTHONUNBUFFERED": "1",
-        **share.environment(),
+        **thread_environment(num_threads),
     }
     environment.pop("LEADOUT_CONFIG", None)  # its values are in the variables
     program = [sys.executable, "-m", "leadout"]
@@ -242,7 +244,7 @@ def _child_specs(config: LeadoutConfig, registry_url: str, port: int) -> list[Ch
                 role,
                 [*program, f"{role}-worker", "--id", name],
                 environment,
-                num_threads=share.num_threads,
+                num_threads=num_threads,
             )
         )
     return specs

@@ -11,12 +11,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.config import LeadoutConfig, RegistryConfig
+from cluster.config import LeadoutConfig
+from leadout.console import wide_console
 from leadout.local_cluster import ClusterEvents, LocalCluster
-from leadout.status import wide_console
 
 _QUIET_LEVELS = ("debug", "info")
-_FORCED_STATUS = 130
 
 
 def run_serve(config: LeadoutConfig, *, verbose: bool) -> int:
@@ -47,8 +46,7 @@ async def _serve(config: LeadoutConfig, *, verbose: bool) -> int:
             on_line=on_line,
             on_notice=lambda text: console.print(Text(text, "bold"), soft_wrap=True),
         ),
-        own_registry="url" not in config.registry.model_fields_set
-        or config.registry.url == RegistryConfig().url,
+        own_registry=needs_own_registry(config),
     )
     interrupted = asyncio.Event()
 
@@ -78,9 +76,15 @@ async def _serve(config: LeadoutConfig, *, verbose: bool) -> int:
         starting.cancel()
         if interrupted.is_set():
             console.print("stopping (again Ctrl-C: at once)")
+        await asyncio.gather(starting, return_exceptions=True)
         await cluster.stop()
         for task in (waiting, giving_up):
             task.cancel()
+
+
+def needs_own_registry(config: LeadoutConfig) -> bool:
+    """Whether nobody has named a registry; one named by its default URL is named."""
+    return "url" not in config.registry.model_fields_set
 
 
 def _is_quiet(line: str) -> bool:

@@ -7,13 +7,12 @@ import time
 from typing import Any
 
 import httpx
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from leadout.console import wide_console
 from leadout.errors import UserError
 
-_FILE_WIDTH = 200
 _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "magenta"}
 
 
@@ -36,12 +35,6 @@ def run_status(url: str, *, as_json: bool, watch_s: float | None) -> int:
                 live.update(state_table(fetch_state(url)), refresh=True)
     is_serving = any(one["role"] == "decode" and one["state"] == "ready" for one in state["workers"])
     return 0 if is_serving else 1
-
-
-def wide_console() -> Console:
-    """Standard output; where it is no terminal, so wide that nothing is cut off or wrapped."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_FILE_WIDTH)
 
 
 def fetch_state(url: str) -> dict[str, Any]:

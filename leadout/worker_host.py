@@ -94,6 +94,7 @@ class WorkerHost:
         self._stop = asyncio.Event()
         self._wake = asyncio.Event()  # something happened, or the process is to stop
         self._has_members = False
+        self._links: PrefillLinks | None = None  # of a decode worker
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT, then drain; 1 if the engine failed."""
@@ -167,7 +168,6 @@ class WorkerHost:
         block_size = record.kv_layout.block_size
         self._role: WorkerRole
         self._ledger: HandoffLedger
-        self._links: PrefillLinks | None = None
         if record.role == "prefill":
             prefill = PrefillWorker(
                 own=self._own,

@@ -13,6 +13,10 @@ from cluster.config import LeadoutConfig
 from cluster.logging_setup import configure_logging
 from cluster.members import Role
 from cluster.model_source import resolve_model
+from engine.create_engine import create_engine
+from engine.scheduler.config import SchedulerConfig
+from engine.threads import configure_threads
+from leadout.cpu_plan import available_cores
 from leadout.worker_host import WorkerHost
 
 logger = logging.getLogger(__name__)
@@ -24,13 +28,9 @@ def run_worker(config: LeadoutConfig, role: Role, worker_id: str | None = None) 
     Raises what is wrong with the configuration or the machine: ValueError, OSError, ModelNotFoundError,
     TransportUnavailableError, RegistryUnavailableError.
     """
-    from engine.create_engine import create_engine  # here: takes seconds to import
-    from engine.scheduler.config import SchedulerConfig
-    from engine.threads import configure_threads, threads_per_process
-
     worker_id = worker_id or config.worker.id or f"{role}-{socket.gethostname()}-{os.getpid()}"
     configure_logging(config.log, process=worker_id)
-    num_threads = config.engine.num_threads or threads_per_process(1)
+    num_threads = config.engine.num_threads or available_cores()
     configure_threads(num_threads)
     began = time.monotonic()
     source = resolve_model(config.model.source)

@@ -27,11 +27,8 @@ ROUTER = Peer("router-0", 1)
 
 class Bench:
     def __init__(self) -> None:
-        self.world = World()
-        self.world.update_members()
+        self.world = World.connected()
         self.prefill, self.decode = self.world.workers["prefill-0"], self.world.workers["decode-0"]
-        for worker in (self.prefill, self.decode):
-            worker.run_posts()
 
     @property
     def role(self) -> DecodeWorker:
@@ -197,6 +194,17 @@ def test_a_seal_of_another_life_is_dropped(bench: Bench) -> None:
     bench.seal(incarnation=77)
     assert bench.tokens() == []
     assert bench.decode.engine.load().kv_blocks_reserved == 3
+
+
+def test_a_first_token_that_does_not_exist_fails_the_request_and_frees_its_blocks(bench: Bench) -> None:
+    bench.generate()
+    bench.seal(token_id=10**6)
+    (output,) = bench.outputs()
+    assert output.error is not None
+    assert output.error.code == "handoff_failed"
+    assert output.error.retryable
+    assert bench.free_blocks
+    assert bench.role.num_active == 0
 
 
 def test_the_deadline_ends_a_request_with_an_error(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -42,7 +43,7 @@ def test_chat_reads_lines_and_remembers(one_prefill_one_decode: RunningCluster) 
 
 
 def test_bench(one_prefill_one_decode: RunningCluster) -> None:
-    options = "--num-requests 4 --concurrency 2 --input-len 24 --output-len 5 --warmup 1 --json".split()
+    options = "--num-requests 4 --concurrency 2 --input-len 24 --output-len 5 --warmup 1 --ignore-eos --json".split()
     run = leadout("bench", "--url", one_prefill_one_decode.url, *options, "--goodput", "ttft=60000")
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)
@@ -70,6 +71,19 @@ def test_mistakes_get_one_clear_message(arguments: list[str], named: str) -> Non
     assert run.returncode in (1, 2)
     assert named in run.stderr + run.stdout
     assert "Traceback" not in run.stderr
+
+
+def test_a_worker_whose_port_is_taken_says_so() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = leadout(
+            *("decode-worker", "--registry", "redis://127.0.0.1:1/0"),
+            *("--set", f"worker.port={port}", "--set", "engine.kv_cache_memory=64MiB"),
+        )
+    assert run.returncode == 1
+    assert f"cannot listen at tcp://127.0.0.1:{port}" in run.stderr
 
 
 def test_a_port_in_use_is_said_before_anything_starts(one_prefill_one_decode: RunningCluster) -> None:

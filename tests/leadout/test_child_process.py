@@ -28,8 +28,8 @@ class _Children:
         self.lines: list[str] = []
         self._started: list[ChildProcess] = []
 
-    def start(self, code: str, *, cpus: tuple[int, ...] = (), **environment: str) -> ChildProcess:
-        spec = ChildSpec("child", "decode", [sys.executable, "-c", textwrap.dedent(code)], environment, cpus)
+    def start(self, code: str, **environment: str) -> ChildProcess:
+        spec = ChildSpec("child", "decode", [sys.executable, "-c", textwrap.dedent(code)], environment)
         child = ChildProcess(spec, self.log, self.lines.append)
         self._started.append(child)
         return child
@@ -175,12 +175,6 @@ async def test_a_cancelled_wait_leaves_the_child_to_the_next_one(children: _Chil
     assert child.is_running
     child.send_signal(signal.SIGKILL)
     assert await _end(child) == -signal.SIGKILL
-
-
-async def test_a_child_is_pinned_to_its_cpus(children: _Children) -> None:
-    cpu = min(os.sched_getaffinity(0))
-    await _end(children.start("import os\nprint(os.sched_getaffinity(0))", cpus=(cpu,)))
-    assert children.lines == [f"{{{cpu}}}"]
 
 
 async def test_a_child_has_a_session_of_its_own(children: _Children) -> None:

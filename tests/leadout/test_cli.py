@@ -195,7 +195,7 @@ def test_bench_s_options() -> None:
     with scripted_server(_one_token) as server:
         result = _invoke(
             *("bench", "--url", server.url, "--num-requests", "3", "--input-len", "6", "--output-len", "4"),
-            *("--shared-prefix-len", "2", "--warmup", "1", "--no-ignore-eos", "--api-key", "secret"),
+            *("--shared-prefix-len", "2", "--warmup", "1", "--api-key", "secret"),
             *("--goodput", "ttft=60000,e2e=60000", "--concurrency", "1", "--json"),
         )
     assert result.exit_code == 0
@@ -216,7 +216,16 @@ def test_bench_with_a_file_fails_if_a_request_failed(tmp_path: Path) -> None:
     file.write_text('{"prompt": "a", "max_tokens": 1}\n{"prompt": "b", "max_tokens": 13}\n')
     with scripted_server(_one_token) as server:
         result = _invoke(
-            "bench", "--url", server.url, "--model", "m", "--dataset", str(file), "--warmup", "0"
+            "bench",
+            "--url",
+            server.url,
+            "--model",
+            "m",
+            "--dataset",
+            str(file),
+            "--warmup",
+            "0",
+            "--ignore-eos",
         )
     assert result.exit_code == 1
     assert "2 requests, 1 failed" in result.stdout

@@ -23,7 +23,6 @@ from cluster.config import (
 )
 from leadout import local_cluster, restart_policy
 from leadout.child_process import ChildSpec
-from leadout.cpu_plan import Core
 from leadout.errors import UserError
 from leadout.local_cluster import ClusterEvents, LocalCluster
 
@@ -321,7 +320,7 @@ async def test_a_registry_that_cannot_be_started_again_ends_it(
 def test_what_is_started_for_a_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("LEADOUT_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(local_cluster, "available_cores", lambda: [Core(0, cpu, cpu) for cpu in range(6)])
+    monkeypatch.setattr(local_cluster, "available_cores", lambda: 6)
     config = LeadoutConfig(
         registry=RegistryConfig(namespace="mine"),
         local=LocalConfig(prefill=1, decode=2),

@@ -17,11 +17,8 @@ class Bench:
     """A world whose decode worker is played by the test: it sends what it likes."""
 
     def __init__(self) -> None:
-        self.world = World()
-        self.world.update_members()
+        self.world = World.connected()
         self.prefill, self.decode = self.world.workers["prefill-0"], self.world.workers["decode-0"]
-        for worker in (self.prefill, self.decode):
-            worker.run_posts()
 
     @property
     def role(self) -> PrefillWorker:

@@ -36,10 +36,8 @@ def expected(prompt: tuple[int, ...], sampling: int) -> list[int]:
 class HandoffMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = World()
+        self.world = World.connected()
         self.samplings: dict[str, int] = {}
-        self.world.update_members()
-        self._run_posts()
 
     def _run_posts(self) -> None:
         for worker in self.world.workers.values():

@@ -265,6 +265,15 @@ class World:
         self.start("prefill-0", "prefill")
         self.start("decode-0", "decode")
 
+    @classmethod
+    def connected(cls) -> World:
+        """A world whose two workers know each other."""
+        world = cls()
+        world.update_members()
+        for worker in world.workers.values():
+            worker.run_posts()
+        return world
+
     def start(self, name: str, role: Role) -> None:
         self._lives += 1
         self.workers[name] = Worker(self, Peer(name, self._lives), role)
