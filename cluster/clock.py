@@ -51,14 +51,3 @@ class ManualClock:
             raise ValueError(f"a clock advances by a finite number of seconds of at least 0, not {seconds}")
         self._monotonic += seconds
         self._unix += seconds
-
-    def advance_to(self, monotonic: float) -> None:
-        """Moves on to a monotonic time. Raises ValueError where that is in the past."""
-        if monotonic < self._monotonic:
-            raise ValueError(f"the clock is at {self._monotonic} s and cannot go back to {monotonic} s")
-        self.advance(monotonic - self._monotonic)
-        self._monotonic = monotonic
-
-    def set_unix(self, unix: float) -> None:
-        """Sets the wall clock alone, as an administrator or NTP might: it may go back."""
-        self._unix = unix

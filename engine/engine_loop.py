@@ -39,7 +39,6 @@ class EngineLoop:
         self._condition = threading.Condition()
         self._stopping = False
         self._failure: BaseException | None = None
-        self._last_progress = clock()
         self._is_idle = True
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
@@ -72,11 +71,6 @@ class EngineLoop:
         self._cancel_commands()
 
     @property
-    def last_progress(self) -> float:
-        """When the loop last ran a command or finished a step, in seconds on its clock."""
-        return self._last_progress
-
-    @property
     def is_idle(self) -> bool:
         """Whether the loop sleeps because nothing can be done now: no progress is then no fault."""
         return self._is_idle
@@ -85,10 +79,6 @@ class EngineLoop:
     def failure(self) -> BaseException | None:
         """What ended the loop, if a fault in the engine did. It must be built anew then."""
         return self._failure
-
-    def stalled_for(self) -> float:
-        """Seconds since the last progress, 0 while idle. For liveness checks."""
-        return 0.0 if self._is_idle and self._failure is None else self._clock() - self._last_progress
 
     def _run(self) -> None:
         try:
@@ -101,7 +91,6 @@ class EngineLoop:
                     did_something = not result.is_empty
                     if did_something:
                         self._deliver(result)
-                self._last_progress = self._clock()
         except BaseException as failure:
             logger.exception("the engine loop has failed")
             with self._condition:
@@ -117,7 +106,6 @@ class EngineLoop:
             while not (self._commands or self._stopping or self._engine.has_work()):
                 self._condition.wait()
             self._is_idle = False
-            self._last_progress = self._clock()
             return not self._stopping
 
     def _run_commands(self) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from cluster.kv_layout import KvLayout
 from engine.batch import Batch, ScheduledSequence
-from engine.kv_cache_storage import NULL_BLOCK, KvCacheStorage
+from engine.kv_cache_storage import KvCacheStorage
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.ops.backend import SequenceSpan
@@ -71,17 +71,6 @@ class ModelRunner:
         if not logits_rows:
             return hidden.new_empty(0, self._model.config.vocab_size)
         return self._model.logits(hidden[torch.tensor(logits_rows, device=device)])
-
-    def warm_up(self, num_tokens: int) -> None:
-        """Runs a prompt of ``num_tokens`` and one more token over scratch block 0.
-
-        The first run of a shape pays for generated code and touches fresh memory; this run does it before
-        the first request comes.
-        """
-        num_tokens = max(1, min(num_tokens, self._model.max_model_len))
-        blocks = (NULL_BLOCK,) * -(-num_tokens // self._kv_cache.layout.block_size)
-        for start, count in ((0, num_tokens), (num_tokens - 1, 1)):
-            self.forward(Batch((ScheduledSequence("warm-up", (0,) * count, start, blocks, True),)))
 
     def _check(self, sequence: ScheduledSequence) -> None:
         """The scheduler's promises. A broken one would read or write another sequence's blocks."""

@@ -48,10 +48,6 @@ class WeightReader:
         self._source = source
         self._remaining = set(source.names())
 
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint has this tensor and it was not taken yet."""
-        return name in self._remaining
-
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The tensor ``name`` in ``dtype``. Raises WeightError if it is missing or has another shape."""
         if name not in self._remaining:

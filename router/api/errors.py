@@ -112,17 +112,6 @@ def no_worker(message: str) -> ApiError:
     )
 
 
-def worker_lost(worker: str) -> ApiError:
-    """A 503 for an answer cut short by its worker's end."""
-    return ApiError(
-        503,
-        f"The worker {worker} that served this request was lost. Please retry.",
-        error_type="service_unavailable_error",
-        code="worker_lost",
-        retry_after=1,
-    )
-
-
 def overloaded(limit: int) -> ApiError:
     """A 429 for a full router."""
     return ApiError(
@@ -132,16 +121,6 @@ def overloaded(limit: int) -> ApiError:
         error_type="rate_limit_error",
         code="too_many_requests",
         retry_after=1,
-    )
-
-
-def timed_out(timeout_ms: float) -> ApiError:
-    """A 504 for an answer that missed its deadline."""
-    return ApiError(
-        504,
-        f"The request did not finish within its timeout of {timeout_ms:.0f} ms.",
-        error_type="timeout_error",
-        code="timeout",
     )
 
 

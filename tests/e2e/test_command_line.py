@@ -43,8 +43,10 @@ def test_chat_reads_lines_and_remembers(one_prefill_one_decode: RunningCluster) 
 
 
 def test_bench(one_prefill_one_decode: RunningCluster) -> None:
-    options = "--num-requests 4 --concurrency 2 --input-len 24 --output-len 5 --warmup 1 --ignore-eos --json".split()
-    run = leadout("bench", "--url", one_prefill_one_decode.url, *options, "--goodput", "ttft=60000")
+    options = "--num-requests 4 --concurrency 2 --input-len 24 --output-len 5 --warmup 1 --json".split()
+    run = leadout(
+        "bench", "--url", one_prefill_one_decode.url, *options, "--ignore-eos", "--goodput", "ttft=60000"
+    )
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)
     assert result["num_requests"] == 4

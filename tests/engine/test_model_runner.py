@@ -120,11 +120,20 @@ def test_company_and_chunks_change_no_bit_of_the_bundled_model(bundled: LoadedMo
     check_in_company(bundled, seed)
 
 
+def check_recomputed(model: LoadedModel) -> None:
+    tokens = tokens_of(model, 46, 3)
+    decoded = alone(model, tokens[:40], tokens[40:])[-1]
+    assert torch.equal(decoded, alone(model, tokens, [])[-1])
+
+
 def test_decoding_gives_the_same_bits_as_recomputing_after_preemption(tiny: LoadedModel) -> None:
-    tokens = tokens_of(tiny, 60, 3)
-    decoded = alone(tiny, tokens[:40], tokens[40:])[-1]
-    recomputed = alone(tiny, tokens, [])[-1]
-    torch.testing.assert_close(decoded, recomputed, atol=1e-4, rtol=0)
+    check_recomputed(tiny)
+
+
+@pytest.mark.slow
+def test_decoding_the_bundled_model_in_float32_gives_the_same_bits_as_recomputing() -> None:
+    source = resolve_model("smollm2-135m-instruct")
+    check_recomputed(load_model(source, dtype=torch.float32, backend=CpuBackend(torch.float32)))
 
 
 def test_only_asked_rows_come_back_in_order(tiny: LoadedModel) -> None:

@@ -1,0 +1,98 @@
+"""The CPU backend against the plain definitions of its operations."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from cluster.kv_layout import KvLayout
+from engine.kv_cache_storage import KvCacheStorage
+from engine.ops.backend import SequenceSpan
+from engine.ops.cpu import CpuBackend
+from engine.ops.dtypes import cpu_has_native_bfloat16
+from engine.ops.reference import ReferenceBackend
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+DTYPES = [torch.float32, *([torch.bfloat16] if cpu_has_native_bfloat16() else [])]
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    tolerance = 2e-4 if dtype is torch.float32 else 2e-2
+    assert actual.dtype is expected.dtype
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 64])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_and_logits(dtype: torch.dtype, num_rows: int, has_bias: bool) -> None:
+    torch.manual_seed(num_rows)
+    weight, x = (torch.randn(96, 48) * 0.1).to(dtype), torch.randn(num_rows, 48)
+    bias = torch.randn(96).to(dtype) if has_bias else None
+    ours, reference = CpuBackend(dtype), ReferenceBackend(dtype)
+    packed, plain = ours.prepack_linear(weight.clone(), bias), reference.prepack_linear(weight, bias)
+    close(ours.linear(x, packed), reference.linear(x, plain), dtype)
+    close(ours.logits(x, packed), reference.logits(x, plain), dtype)
+
+
+def test_element_wise_operations() -> None:
+    torch.manual_seed(0)
+    ours, reference = CpuBackend(torch.float32), ReferenceBackend(torch.float32)
+    x, weight, gate_up = torch.randn(7, 48), torch.randn(48), torch.randn(7, 160) * 4
+    close(ours.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), torch.float32)
+    close(ours.silu_mul(gate_up), reference.silu_mul(gate_up), torch.float32)
+    heads, cos, sin = torch.randn(7, 3, 16), torch.randn(7, 1, 16), torch.randn(7, 1, 16)
+    close(ours.rotary(heads, cos, sin), reference.rotary(heads, cos, sin), torch.float32)
+    table, token_ids = torch.randn(20, 48), torch.tensor([0, 19, 3, 3])
+    assert torch.equal(ours.embedding(token_ids, table), reference.embedding(token_ids, table))
+
+
+def spans_of(rng: random.Random) -> tuple[list[SequenceSpan], list[int]]:
+    """Prefill chunks and decode tokens of several sequences, with block tables in random order."""
+    free = rng.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
+    spans, start = [], 0
+    for _ in range(rng.randrange(1, 6)):
+        context_len = rng.choice((0, 1, 15, 16, 31, 32, 33, 70, 100))
+        query_len = rng.choice((1, 1, 2, 17, 32, 45))
+        blocks = [free.pop() for _ in range(-(-(context_len + query_len) // BLOCK_SIZE))]
+        spans.append(SequenceSpan(start, query_len, context_len, blocks))
+        start += query_len
+    return spans, free
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (4, 4), (6, 1), (10, 2)])
+@pytest.mark.parametrize("seed", range(6))
+def test_paged_attention(num_heads: int, num_kv_heads: int, seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    layout = KvLayout(
+        num_layers=2, num_kv_heads=num_kv_heads, head_dim=16, block_size=BLOCK_SIZE, dtype="float32"
+    )
+    spans, free = spans_of(rng)
+    num_tokens = sum(span.query_len for span in spans)
+    query = torch.randn(num_tokens, num_heads, 16)
+    key, value = torch.randn(num_tokens, num_kv_heads, 16), torch.randn(num_tokens, num_kv_heads, 16)
+    context = torch.randn(NUM_BLOCKS, *layout.block_shape)
+    results, caches = [], []
+    for backend in (CpuBackend(torch.float32), ReferenceBackend(torch.float32)):
+        storage = KvCacheStorage(layout, NUM_BLOCKS)
+        storage.tensor.copy_(context)
+        storage.tensor[free] = torch.nan  # other sequences' blocks must not be read
+        attention = backend.plan_attention(spans, storage)
+        attention.write_kv(1, key, value)
+        results.append(attention.attend(1, query, 0.25))
+        caches.append(storage.tensor.clone())
+    close(results[0], results[1], torch.float32)
+    used = [block for span in spans for block in span.block_ids]
+    assert torch.equal(caches[0][used], caches[1][used])
+    assert torch.equal(caches[0][:, 0].nan_to_num(7), caches[1][:, 0].nan_to_num(7)), (
+        "another layer was written"
+    )
+
+
+def test_another_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="float16"):
+        CpuBackend(torch.float16)
