@@ -26,9 +26,9 @@ def test_without_recommendations_the_openai_defaults_hold(tmp_path: Path) -> Non
     assert generation_defaults(ModelSource("gguf", tmp_path / "m.gguf", "m")) == OPENAI_DEFAULTS
 
 
-def test_the_bundled_model_brings_its_card_s_settings() -> None:
+def test_the_bundled_model_is_greedy() -> None:
     defaults = generation_defaults(resolve_model("smollm2-135m-instruct"))
-    assert (defaults.temperature, defaults.top_p) == (0.2, 0.9)
+    assert defaults == GenerationDefaults(temperature=0.0)
 
 
 @pytest.mark.parametrize(
