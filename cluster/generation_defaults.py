@@ -23,8 +23,8 @@ class GenerationDefaults:
 
 
 OPENAI_DEFAULTS = GenerationDefaults()
-# Of so small a model only the most likely answer is reliable. Sampled with its card's temperature 0.2 and top_p
-# 0.9, "What is the capital of France?" ran away into repetitions for 5 of 12 seeds.
+# Of so small a model only the most likely answer is reliable. Sampled with its card's temperature 0.2 and
+# top_p 0.9, "What is the capital of France?" ran away into repetitions for 5 of 12 seeds.
 _BUNDLED_DEFAULTS = GenerationDefaults(temperature=0.0)
 _RANGES = {
     "temperature": (0.0, 2.0),
