@@ -49,9 +49,7 @@ def main() -> None:
 
 def run_shape(prefill: int, decode: int, options: argparse.Namespace) -> dict[str, float]:
     """Medians over the runs of one shape of cluster."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    url = free_url()
     command = [sys.executable, "-m", "leadout", "serve", "--port", url.rsplit(":", 1)[1]]
     command += ["--prefill", str(prefill), "--decode", str(decode)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -98,6 +96,13 @@ def figures_of(result: BenchResult) -> dict[str, float]:
     for name in ("prefill_ms", "transfer_ms", "transfer_busy_ms", "activate_ms", "transfer_bytes"):
         figures[f"per request, median: {name}"] = server.get(name, 0.0)
     return figures
+
+
+def free_url() -> str:
+    """A local address at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
 
 
 def wait_until_ready(url: str, num_workers: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -78,6 +78,8 @@ class _Section(BaseModel):
     def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML's ``on`` and ``yes`` are booleans, and Python would take them for the number 1."""
         field = cls.model_fields[info.field_name or ""]
+        if value is False and "off" in get_args(field.annotation):
+            return "off"  # what the word was
         if isinstance(value, bool) and field.annotation is not bool:
             raise PydanticCustomError("boolean", "a boolean is not allowed here")
         return value
@@ -141,6 +143,15 @@ class EngineConfig(_Section):
         description="With shortest_remaining: how many tokens shorter a prompt counts for each second it has "
         "waited, so that long prompts do not starve.",
     )
+    max_num_waiting: int = Field(
+        default=4096,
+        ge=1,
+        description="Most requests that wait in one worker's queue; the router plans further ones elsewhere.",
+    )
+    step_timeout_ms: Milliseconds = Field(
+        default=300_000,
+        description="An engine step that takes longer hangs: the worker ends, and others take over, in ms.",
+    )
     prefix_caching: bool = Field(
         default=True, description="Whether full KV blocks are kept for later prompts."
     )
@@ -168,6 +179,11 @@ class KvTransferConfig(_Section):
         default=30_000,
         description="How long one write of KV blocks may take before its handoff fails, in ms.",
     )
+    verify: Annotated[Literal["off", "sampled", "all"], LowerCase] = Field(
+        default="sampled",
+        description="Which KV blocks are checked by a checksum (xxh3) on arrival: none, one in 16 and the "
+        "last of each prompt, or all. A prompt with a wrong block is computed again by the decode worker.",
+    )
 
 
 class RegistryConfig(_Section):
@@ -187,6 +203,16 @@ class RegistryConfig(_Section):
         ge=10,
         description="How often a process renews its lease and re-reads the members, in ms.",
     )
+    max_outage_ms: Milliseconds = Field(
+        default=600_000,
+        description="How long a router goes on serving with the members it knew last while the registry does "
+        "not answer, in ms.",
+    )
+
+    @property
+    def max_stall_s(self) -> float:
+        """How long a process may stand still and still be sure that its lease was renewed in time."""
+        return max(self.lease_ms - 2 * self.heartbeat_ms, self.heartbeat_ms) / 1000
 
     @model_validator(mode="after")
     def _lease_outlives_a_lost_heartbeat(self) -> Self:

@@ -8,7 +8,7 @@ import msgspec
 
 from cluster.kv_layout import KvLayout
 
-PROTOCOL_VERSION = 1  # raised when a message changes meaning; unequal versions are never paired
+PROTOCOL_VERSION = 2  # raised when a message changes meaning; unequal versions are never paired
 
 Role = Literal["prefill", "decode"]
 WorkerState = Literal["starting", "ready", "draining"]
@@ -51,6 +51,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelIdentity
     kv_layout: KvLayout
     endpoint: TransportEndpoint
+    process: str = ""  # cluster.process_identity.own_process()
     protocol_version: int = PROTOCOL_VERSION
     started_at: float = 0.0  # unix seconds
 
@@ -65,6 +66,14 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
     address: str  # http URL
     protocol_version: int = PROTOCOL_VERSION
     started_at: float = 0.0
+
+
+class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The path from a worker into one peer's KV cache, in GB/s (10^9 bytes); 0 where nothing was measured."""
+
+    peer: str
+    probe_gbps: float  # when they were connected
+    gbps: float  # moving average over large writes since
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +91,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_pinned: int = 0  # being sent to a peer
     kv_blocks_quarantined: int = 0  # cancelled, but the writer has not confirmed it stopped
     handoffs_active: int = 0
+    handoffs: dict[str, int] = msgspec.field(default_factory=dict)  # live ones by state; only states with any
+    links: tuple[LinkReport, ...] = ()  # to the peers this worker writes to
     num_preemptions: int = 0  # since start
     step_ms: float = 0.0  # moving average of one engine step
     prompt_tokens_total: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from wsgiref.simple_server import WSGIServer
 
 import msgspec
@@ -31,6 +32,10 @@ _TOTALS = {
     "prompt_tokens_total": ("prompt_tokens", "Prompt tokens computed or found in the cache"),
     "generation_tokens_total": ("generation_tokens", "Tokens generated"),
 }
+_BYTES_BUCKETS = tuple(float(4**exponent) for exponent in range(7, 18))  # 16 KiB to 16 GiB
+_DESCRIPTOR_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
+_GBPS_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+HANDOFF_STATES = ("reserved", "streaming", "sealed", "active", "fencing")
 _PHASES = ("queue", "prefill_queue", "prefill", "transfer", "activate")
 
 
@@ -62,9 +67,58 @@ class WorkerMetrics:
         self._transfer_busy = Counter(
             prefix + "transfer_busy_seconds", "Sum of the durations of KV writes", registry=registry
         )
-        self._transfer_bytes = Counter(prefix + "transfer_bytes", "KV bytes handed over", registry=registry)
-        self._transfer_descriptors = Counter(
-            prefix + "transfer_descriptors", "Descriptors of KV writes, after merging", registry=registry
+        self._transfer_bytes = Histogram(
+            prefix + "handoff_bytes", "KV bytes of a handoff", buckets=_BYTES_BUCKETS, registry=registry
+        )
+        self._transfer_descriptors = Histogram(
+            prefix + "handoff_descriptors",
+            "Descriptors of a handoff's writes, after merging",
+            buckets=_DESCRIPTOR_BUCKETS,
+            registry=registry,
+        )
+        self._transfer_gbps = Histogram(
+            prefix + "handoff_gbps",
+            "Throughput of a handoff's writes in GB/s (10^9 bytes)",
+            buckets=_GBPS_BUCKETS,
+            registry=registry,
+        )
+        self._link_gbps = Gauge(
+            prefix + "link_gbps",
+            "Throughput into a peer's KV cache in GB/s: measured when connected (probe), and a moving "
+            "average over large writes since (writes). Far less than the probe: a slow path is used",
+            ["peer", "measured"],
+            registry=registry,
+        )
+        self._live_handoffs = Gauge(
+            prefix + "live_handoffs", "Handoffs in the ledger by state", ["state"], registry=registry
+        )
+        self._handoffs_ended = Counter(
+            prefix + "handoffs_ended",
+            "Handoffs by how they ended: completed, fenced (the writer confirmed that it has stopped), or "
+            "writer_gone (it is dead and its agent removed)",
+            ["outcome"],
+            registry=registry,
+        )
+        self._fence_time = Histogram(
+            prefix + "handoff_fence_seconds",
+            "From calling a handoff off until its writer was known to have stopped",
+            buckets=_WAIT_BUCKETS,
+            registry=registry,
+        )
+        self._lease_expiries = Counter(
+            prefix + "lease_expiries", "Peers that were silent for too long", ["peer_role"], registry=registry
+        )
+        self._checksum_mismatches = Counter(
+            prefix + "checksum_mismatches",
+            "Handoffs in which a KV block was not what had been sent; the prompt was computed again",
+            registry=registry,
+        )
+        self._dropped = Counter(
+            prefix + "dropped_messages",
+            "Messages dropped: malformed, undeliverable, unexpected, come twice, of an older incarnation or "
+            "attempt, or of what is over",
+            ["reason"],
+            registry=registry,
         )
         self._handoffs = Counter(
             prefix + "handoffs",
@@ -81,6 +135,11 @@ class WorkerMetrics:
         self._failures = Counter(
             prefix + "request_failures", "Requests that ended with an error", ["code"], registry=registry
         )
+        for peer_role in ("prefill", "router"):
+            self._lease_expiries.labels(peer_role)
+        for outcome in ("completed", "fenced", "writer_gone"):
+            self._handoffs_ended.labels(outcome)
+        self._num_dropped: dict[str, int] = {}
         self._server: WSGIServer | None = None
 
     def set_load(self, load: LoadReport) -> None:
@@ -91,7 +150,25 @@ class WorkerMetrics:
             gauge.set(getattr(load, name))
         for name, counter in self._totals.items():
             counter.inc(max(0, getattr(load, name) - getattr(self._last, name)))
+        for state in HANDOFF_STATES:
+            self._live_handoffs.labels(state).set(load.handoffs.get(state, 0))
+        for gone in {link.peer for link in self._last.links} - {link.peer for link in load.links}:
+            for measured in ("probe", "writes"):
+                self._link_gbps.remove(gone, measured)
+        for link in load.links:
+            self._link_gbps.labels(link.peer, "probe").set(link.probe_gbps)
+            self._link_gbps.labels(link.peer, "writes").set(link.gbps)
         self._last = msgspec.structs.replace(load)
+
+    def set_dropped(self, totals: Mapping[str, int]) -> None:
+        """Take over the numbers of dropped messages since the start, by reason."""
+        for reason, total in totals.items():
+            self._dropped.labels(reason).inc(max(0, total - self._num_dropped.get(reason, 0)))
+        self._num_dropped = dict(totals)
+
+    def message_dropped(self, reason: str) -> None:
+        """A role ignored a message."""
+        self._dropped.labels(reason).inc()
 
     def observe_step(self, duration_ms: float, num_tokens: int) -> None:
         """One engine step."""
@@ -105,14 +182,32 @@ class WorkerMetrics:
         if timings.prefill_worker:
             self._handoffs.labels(timings.prefill_worker).inc()
             self._transfer_busy.inc(timings.transfer_busy_ms / 1000)
-            self._transfer_bytes.inc(timings.transfer_bytes)
-            self._transfer_descriptors.inc(timings.transfer_descriptors)
+            if timings.transfer_bytes:
+                self._transfer_bytes.observe(timings.transfer_bytes)
+                self._transfer_descriptors.observe(timings.transfer_descriptors)
+                self._transfer_gbps.observe(
+                    timings.transfer_bytes / max(timings.transfer_busy_ms, 1e-3) / 1e6
+                )
         for source, tokens in (
             ("computed", timings.num_computed_tokens),
             ("prefill_cache", timings.num_prefill_cached_tokens),
             ("decode_cache", timings.num_decode_cached_tokens),
         ):
             self._prompt_tokens_by_source.labels(source).inc(tokens)
+
+    def handoff_ended(self, outcome: str, fence_s: float | None) -> None:
+        """A handoff left the ledger; ``fence_s`` unless it was never called off."""
+        self._handoffs_ended.labels(outcome).inc()
+        if fence_s is not None:
+            self._fence_time.observe(fence_s)
+
+    def lease_expired(self, peer_role: str) -> None:
+        """A ``router`` or a ``prefill`` worker was silent for too long."""
+        self._lease_expiries.labels(peer_role).inc()
+
+    def checksum_mismatch(self) -> None:
+        """A handoff brought other bytes than were sent."""
+        self._checksum_mismatches.inc()
 
     def request_failed(self, code: str) -> None:
         """A request ended with an error of this code."""

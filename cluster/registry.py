@@ -85,8 +85,10 @@ class Registry:
         self._lease_ms = config.lease_ms
         self._heartbeat_s = config.heartbeat_ms / 1000
         self._shown_url = mask_password(config.url)
+        # No socket timeout: redis-py would send with asyncio.wait_for, and in Python 3.11 that loses a
+        # cancellation which comes when the send is done: the task goes on. Calls are bounded here instead.
         self._client = redis.Redis.from_url(
-            config.url, socket_timeout=_CALL_TIMEOUT_S, socket_connect_timeout=_CALL_TIMEOUT_S
+            config.url, socket_timeout=None, socket_connect_timeout=_CALL_TIMEOUT_S
         )
         # The braces put all keys of one deployment into one slot of a Redis cluster.
         self._prefix = f"{{{config.namespace}}}:"
@@ -179,7 +181,8 @@ class Registry:
         while True:
             try:
                 async with self._client.pubsub() as subscription:
-                    await subscription.subscribe(self._channel)
+                    async with asyncio.timeout(_CALL_TIMEOUT_S):
+                        await subscription.subscribe(self._channel)
                     while True:
                         yield await self.members()
                         retry_s = _FIRST_RETRY_S
@@ -188,7 +191,7 @@ class Registry:
                 logger.warning(
                     "the registry does not answer, the last view stands (%.1f s old): %s",
                     self.seconds_since_contact,
-                    error,
+                    str(error) or "timeout",
                 )
                 await asyncio.sleep(retry_s)
                 retry_s = min(_LONGEST_RETRY_S, retry_s * 2)
@@ -205,7 +208,8 @@ class Registry:
         """Until something is published, or one heartbeat."""
         give_up_at = time.monotonic() + self._heartbeat_s
         while (left := give_up_at - time.monotonic()) > 0:
-            message = await subscription.get_message(timeout=left)
+            async with asyncio.timeout(left + _CALL_TIMEOUT_S):  # it may have to connect again
+                message = await subscription.get_message(timeout=left)
             if message is not None and message["type"] == "message":
                 return
 
@@ -223,7 +227,11 @@ class Registry:
 
     async def _call(self, call: Awaitable[Any]) -> Any:
         try:
-            result = await call
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
+                result = await call
+        except TimeoutError as error:
+            message = f"registry {self._shown_url}: no answer within {_CALL_TIMEOUT_S:g} s"
+            raise RegistryUnavailableError(message) from error
         except (RedisError, OSError) as error:
             raise RegistryUnavailableError(f"registry {self._shown_url}: {error}") from error
         self._last_contact = time.monotonic()

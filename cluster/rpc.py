@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from cluster.messages import Envelope, Message
 
@@ -121,15 +123,30 @@ class RpcConnection:
     """A client's side: one connection to one worker. Reconnects by itself. Lives in one asyncio loop."""
 
     def __init__(
-        self, address: str, *, sender: str, incarnation: int, on_message: Callable[[Envelope], None]
+        self,
+        address: str,
+        *,
+        sender: str,
+        incarnation: int,
+        on_message: Callable[[Envelope], None],
+        on_disconnected: Callable[[], None] = lambda: None,
     ) -> None:
-        """Connects in the background. ``on_message`` runs in the loop; its exceptions are logged."""
+        """Connects in the background. The callbacks run in the loop; their exceptions are logged.
+
+        ``on_disconnected``: an established connection broke, because the process died, or because nothing
+        came from it for the heartbeat's timeout. What was sent may be lost. It may come back.
+        """
         self._address = address
         self._sender = sender
         self._incarnation = incarnation
         self._on_message = on_message
+        self._on_disconnected = on_disconnected
         self.num_malformed = 0
-        socket = _open_socket(zmq.DEALER, address)
+        self._dealer = socket = _open_socket(zmq.DEALER, address)
+        monitor = socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED, f"inproc://monitor-{secrets.token_hex(8)}"
+        )
+        self._monitor = _AsyncSocket(monitor, self._on_event)
         socket.connect(address)
         self._socket: _AsyncSocket | None = _AsyncSocket(socket, self._receive)
 
@@ -146,8 +163,14 @@ class RpcConnection:
     def close(self) -> None:
         """Disconnect. What was queued is still delivered for a moment."""
         if self._socket is not None:
+            self._dealer.disable_monitor()  # first: events without a reader would block
+            self._monitor.close()
             self._socket.close()
             self._socket = None
+
+    def _on_event(self, frames: list[bytes]) -> None:
+        if parse_monitor_message(frames)["event"] == zmq.EVENT_DISCONNECTED:
+            self._on_disconnected()
 
     def _receive(self, frames: list[bytes]) -> None:
         envelope = _decode(frames[-1])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cluster.clock import Clock
 from cluster.members import LoadReport, Members, WorkerRecord
-from cluster.messages import KvEvents, LoadUpdate, Message, Subscribe
+from cluster.messages import Drain, KvEvents, LoadUpdate, Message, Subscribe
 from cluster.registry import Registry
 from cluster.rpc import RpcServer
 
@@ -43,14 +43,19 @@ class WorkerShell:
         on_message: Callable[[str, int, Message], None],
         on_members: Callable[[Members], None],
         on_router_lost: Callable[[str, int], None],
+        on_drain: Callable[[], None],
     ) -> None:
-        """``on_message(peer, incarnation, message)`` gets what the shell does not handle itself."""
+        """``on_message(peer, incarnation, message)`` gets what the shell does not handle itself.
+
+        ``on_drain``: an operator wants this process to finish and end.
+        """
         self._registry = registry
         self._lease_s = lease_s
         self._clock = clock
         self._on_message = on_message
         self._on_members = on_members
         self._on_router_lost = on_router_lost
+        self._on_drain = on_drain
         self._rpc = RpcServer(sender=worker_id, incarnation=incarnation, on_message=self._receive)
         self._record: WorkerRecord | None = None
         self._watch_task: asyncio.Task[None] | None = None
@@ -59,16 +64,16 @@ class WorkerShell:
         self._worker_ids: frozenset[str] = frozenset()  # registered
         self._cached_blocks: dict[bytes, None] = {}  # in the order stored
         self._event_sequence = 0
+        self._load: LoadReport | None = None  # the last one published
 
     @property
-    def num_stale_messages(self) -> int:
-        """Messages dropped because a newer incarnation of their sender is known."""
-        return self._rpc.num_stale
-
-    @property
-    def num_undeliverable_messages(self) -> int:
-        """Messages whose receiver was gone or did not keep up."""
-        return self._rpc.num_undeliverable
+    def dropped_messages(self) -> dict[str, int]:
+        """Messages dropped since the start: of an older incarnation, malformed, or not deliverable."""
+        return {
+            "old_incarnation": self._rpc.num_stale,
+            "malformed": self._rpc.num_malformed,
+            "undeliverable": self._rpc.num_undeliverable,
+        }
 
     async def bind(self, address: str) -> str:
         """Open the RPC endpoint; returns its real address. Raises RpcError."""
@@ -97,10 +102,21 @@ class WorkerShell:
             self._rpc.send(router, event)
 
     def publish_load(self, load: LoadReport) -> None:
-        """Tell subscribed routers the load, and drop those that are lost."""
-        self._drop_lost_routers()
+        """Tell subscribed routers the load."""
+        self._load = load
         for router in self._subscribers:
             self._rpc.send(router, LoadUpdate(load=load))
+
+    def drop_lost_routers(self) -> None:
+        """Forget routers whose lease has ended, and their requests with them."""
+        oldest = self._clock.monotonic() - self._lease_s
+        for router, subscriber in list(self._subscribers.items()):
+            is_registered = (router, subscriber.incarnation) in self._registered_routers
+            if subscriber.renewed_at < oldest and not is_registered:
+                logger.warning("router %s is lost", router)
+                del self._subscribers[router]
+                self._on_router_lost(router, subscriber.incarnation)
+                self._rpc.forget(router)
 
     async def withdraw(self) -> None:
         """Leave the registry: no new work comes. RPC goes on. Failures are logged: the lease ends it too."""
@@ -124,6 +140,9 @@ class WorkerShell:
     def _receive(self, peer: str, incarnation: int, message: Message) -> None:
         if isinstance(message, Subscribe):
             self._subscribe(peer, incarnation, message.snapshot)
+        elif isinstance(message, Drain):
+            logger.info("%s asks this worker to drain", peer)
+            self._on_drain()
         else:
             self._on_message(peer, incarnation, message)
 
@@ -137,6 +156,8 @@ class WorkerShell:
                 self._on_router_lost(router, known.incarnation)
             self._subscribers[router] = _Subscriber(incarnation, now)
             wants_snapshot = True
+            if self._load is not None:  # it can plan at once
+                self._rpc.send(router, LoadUpdate(load=self._load))
         if wants_snapshot:
             self._send_snapshot(router)
 
@@ -144,16 +165,6 @@ class WorkerShell:
         self._rpc.send(
             router, KvEvents(sequence=self._event_sequence, stored=list(self._cached_blocks), snapshot=True)
         )
-
-    def _drop_lost_routers(self) -> None:
-        oldest = self._clock.monotonic() - self._lease_s
-        for router, subscriber in list(self._subscribers.items()):
-            is_registered = (router, subscriber.incarnation) in self._registered_routers
-            if subscriber.renewed_at < oldest and not is_registered:
-                logger.warning("router %s is lost", router)
-                del self._subscribers[router]
-                self._rpc.forget(router)
-                self._on_router_lost(router, subscriber.incarnation)
 
     async def _watch(self) -> None:
         while True:

@@ -6,12 +6,14 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cluster.clock import Clock
 from cluster.messages import (
     Cancel,
     Generate,
     HandoffFenced,
+    HandoffProgress,
     Message,
     RequestError,
     RequestTimings,
@@ -21,21 +23,36 @@ from cluster.messages import (
 )
 from cluster.recent_keys import RecentKeys
 from decode_worker.prefill_links import PrefillLinks
-from decode_worker.remote_prefills import RemotePrefillActions, RemotePrefills
+from decode_worker.remote_prefills import PrefillFailure, RemotePrefillActions, RemotePrefills
 from decode_worker.request_table import DecodeRequest, RequestTable
 from decode_worker.request_timings import request_timings
 from engine.engine_commands import EngineCommands
 from engine.step_result import NewRequest, Reservation, SequenceOutput, StepResult
+from kv_transfer.handoff import Handoff
 from kv_transfer.transport import Peer, Transport
+from kv_transfer.verification import BlockVerifier
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeMetrics:
+    """Called in the worker's event loop when something happened that is counted."""
+
+    on_first_token: Callable[[RequestTimings], None]
+    on_failed: Callable[[str], None]  # an error's code
+    on_handoff_ended: Callable[[Handoff], None]
+    on_lease_expired: Callable[[], None]
+    on_corrupt: Callable[[], None]  # blocks arrived that are not what was sent
+    on_dropped: Callable[[str], None] = lambda reason: None  # a message came late, twice, or astray
 
 
 class DecodeWorker:
     """The decode role. Every method runs in the worker's event loop; the engine runs in its own thread.
 
     A request ends when its last token or error was sent, when its router cancels it or is lost, or at its
-    deadline. Whatever still can write into its blocks is then fenced before they are used again.
+    deadline. Whatever still can write into its blocks is then fenced before they are used again. If its
+    prefill worker fails, it ends with an error on which the router plans the rest anew.
     """
 
     def __init__(
@@ -43,37 +60,45 @@ class DecodeWorker:
         *,
         own: Peer,
         block_size: int,
+        lease_s: float,
         engine: EngineCommands,
         transport: Transport,
+        verifier: BlockVerifier,
         links: PrefillLinks,
         clock: Clock,
         send: Callable[[str, Message], bool],
-        on_first_token: Callable[[RequestTimings], None],
-        on_failed: Callable[[str], None],
+        post: Callable[[Callable[[], None]], None],
+        metrics: DecodeMetrics,
     ) -> None:
-        """``send(router, message)`` is False if the router is gone.
+        """``send(router, message)`` is False if the router is gone; ``post`` runs a function in the loop.
 
-        ``on_first_token`` and ``on_failed`` (with an error's code) are for metrics.
+        A prefill worker that is not heard of for ``lease_s`` seconds is given up.
         """
         self._own = own
         self._engine = engine
         self._links = links
         self._clock = clock
         self._send = send
-        self._on_first_token = on_first_token
-        self._on_failed = on_failed
+        self._metrics = metrics
         self._requests = RequestTable()
         self._over: RecentKeys[tuple[str, int]] = RecentKeys()  # (request id, attempt)
         self._is_draining = False
         self.remote_prefills = RemotePrefills(
             own=own,
             block_size=block_size,
+            lease_s=lease_s,
             transport=transport,
+            verifier=verifier,
             clock=clock,
+            post=post,
             actions=RemotePrefillActions(
                 send=links.send,
                 on_sealed=self._activate,
-                on_failed=self._prefill_here,
+                on_failed=self._prefill_failed,
+                on_corrupt=self._prefill_here,
+                on_lease_expired=metrics.on_lease_expired,
+                on_ended=metrics.on_handoff_ended,
+                on_dropped=metrics.on_dropped,
                 release_quarantined=lambda engine_id: self._engine.run(
                     lambda engine: engine.release_quarantined(engine_id)
                 ),
@@ -89,6 +114,13 @@ class DecodeWorker:
         """Refuse new requests from now on; those in hand go on."""
         self._is_draining = True
 
+    def abandon(self, reason: str) -> None:
+        """End what is in hand with an error on which the routers move it to other workers."""
+        for request in self._requests:
+            self._cancel(request, reason)
+            message = f"worker {self._own.worker_id} ends: {reason}"
+            self._fail(request, RequestError(code="draining", message=message, retryable=True))
+
     def on_message(self, peer: str, incarnation: int, message: Message) -> None:
         """A router's message."""
         if isinstance(message, Generate):
@@ -100,13 +132,17 @@ class DecodeWorker:
             else:  # over, or not here yet: then it shall not start
                 self._over.add((message.request_id, message.attempt))
         else:
+            self._metrics.on_dropped("unexpected")
             logger.warning("dropped a %s from %s: not for a decode worker", type(message).__name__, peer)
 
     def on_prefill_worker_message(self, peer: Peer, message: Message) -> None:
         """A prefill worker's answer."""
-        if isinstance(message, HandoffFenced):
+        if isinstance(message, HandoffProgress):
+            self.remote_prefills.on_progress(peer, message)
+        elif isinstance(message, HandoffFenced):
             self.remote_prefills.on_fenced(peer, message)
         else:
+            self._metrics.on_dropped("unexpected")
             logger.warning("dropped a %s from prefill worker %s", type(message).__name__, peer.worker_id)
 
     def on_router_lost(self, router: str, incarnation: int) -> None:
@@ -127,7 +163,7 @@ class DecodeWorker:
                         code="deadline_exceeded", message="the request's deadline passed before it finished"
                     ),
                 )
-        self.remote_prefills.repeat_unanswered()
+        self.remote_prefills.on_tick()
 
     def on_step(self, result: StepResult) -> None:
         """What one engine step did."""
@@ -151,19 +187,19 @@ class DecodeWorker:
     def _generate(self, router: str, incarnation: int, message: Generate) -> None:
         known = self._requests.get(message.request_id)
         if (message.request_id, message.attempt) in self._over:
-            return  # it came late or twice
+            self._metrics.on_dropped("over")
+            return
         if known is not None:
             if known.request.attempt >= message.attempt:
-                return  # a duplicate, or older than what runs
+                self._metrics.on_dropped("old_attempt")
+                return
             self._cancel(known, "superseded")
-        # Tokens of an earlier attempt are part of what must be computed: only the engine here knows how.
-        wants_peer = message.prefill_worker if not message.output_token_ids else None
         request = DecodeRequest(
             request=message,
             router=router,
             router_incarnation=incarnation,
             received_at=self._clock.monotonic(),
-            prefill_peer=self._links.get(wants_peer) if wants_peer is not None else None,
+            prefill_peer=self._links.get(message.prefill_worker) if message.prefill_worker else None,
         )
         if self._is_draining:
             self._fail(
@@ -190,9 +226,11 @@ class DecodeWorker:
         code = "invalid_request" if isinstance(error, ValueError) else "worker_overloaded"
         self._fail(request, RequestError(code=code, message=str(error), retryable=code != "invalid_request"))
 
-    def _handoff_broke(self, request: DecodeRequest, error: BaseException) -> None:
-        """The engine does not take what the writer, which has stopped, left behind: give the blocks back."""
-        self._engine.run(lambda engine: engine.abort(request.engine_id))
+    def _handoff_broke(
+        self, request: DecodeRequest, error: BaseException, *, may_still_write: bool = False
+    ) -> None:
+        """The engine does not take what the writer left behind: give the blocks back."""
+        self._engine.run(lambda engine: engine.abort(request.engine_id, quarantine=may_still_write))
         self._fail(request, RequestError(code="handoff_failed", message=str(error), retryable=True))
 
     def _reserved(self, reservation: Reservation) -> None:
@@ -206,10 +244,18 @@ class DecodeWorker:
             and self._links.get(request.prefill_peer.worker_id) == request.prefill_peer
         ):
             self.remote_prefills.start(request, reservation)
-        else:
-            self._prefill_here(
-                request.request.request_id, request.request.attempt, "the prefill worker is gone"
+            return
+        assert request.request.prefill_worker is not None
+        self._prefill_failed(
+            PrefillFailure(
+                request_id=request.request.request_id,
+                attempt=request.request.attempt,
+                worker=request.request.prefill_worker,
+                reason=f"{request.request.prefill_worker} is gone",
+                num_landed_tokens=reservation.num_cached_tokens,
+                may_still_write=False,
             )
+        )
 
     def _activate(self, sealed: Sealed) -> None:
         request = self._requests.get(sealed.request_id)
@@ -221,14 +267,40 @@ class DecodeWorker:
             on_error=functools.partial(self._handoff_broke, request),
         )
 
-    def _prefill_here(self, request_id: str, attempt: int, reason: str) -> None:
-        request = self._requests.get(request_id)
-        if request is None or request.request.attempt != attempt:
+    def _prefill_failed(self, failure: PrefillFailure) -> None:
+        """End the attempt; what has landed stays in the prefix cache, and the router plans the rest."""
+        request = self._requests.get(failure.request_id)
+        if request is None or request.request.attempt != failure.attempt:
             return
-        logger.warning("request %s is prefilled here: %s", request_id, reason)
-        request.prefill_peer = None
+        logger.warning(
+            "prefill of %s attempt %d failed with %d tokens landed: %s",
+            failure.request_id,
+            failure.attempt,
+            failure.num_landed_tokens,
+            failure.reason,
+        )
+        request.error = RequestError(
+            code="prefill_failed", message=failure.reason, retryable=True, worker=failure.worker
+        )
         self._engine.run(
-            lambda engine: engine.fail_remote(request.engine_id),
+            lambda engine: engine.give_up_remote(
+                request.engine_id,
+                failure.num_landed_tokens,
+                failure.reason,
+                quarantine=failure.may_still_write,
+            ),
+            on_error=functools.partial(self._handoff_broke, request, may_still_write=failure.may_still_write),
+        )
+
+    def _prefill_here(self, request_id: str, attempt: int) -> None:
+        """What landed is not what was sent: do not trust that path again for this request."""
+        self._metrics.on_corrupt()
+        request = self._requests.get(request_id)
+        assert request is not None, request_id  # a cancelled request's handoff is not verified
+        request.prefill_peer = None
+        num_cached = request.num_reserved_cached_tokens
+        self._engine.run(
+            lambda engine: engine.fail_remote(request.engine_id, num_cached),
             on_error=functools.partial(self._handoff_broke, request),
         )
 
@@ -239,7 +311,7 @@ class DecodeWorker:
 
     def _token_output(self, request: DecodeRequest, output: SequenceOutput) -> TokenOutput:
         timings: RequestTimings | None = None
-        if not request.first_token_sent:
+        if output.token_ids and not request.first_token_sent:
             request.first_token_sent = True
             timings = request_timings(
                 request,
@@ -247,13 +319,14 @@ class DecodeWorker:
                 num_cached_tokens=output.num_cached_tokens,
                 worker_id=self._own.worker_id,
             )
-            self._on_first_token(timings)
+            self._metrics.on_first_token(timings)
         error: RequestError | None = None
         if output.finish_reason is not None:
             self._end(request)
             if output.error is not None:
-                error = RequestError(code="engine_error", message=output.error, retryable=True)
-                self._on_failed(error.code)
+                error = request.error
+                error = error or RequestError(code="engine_error", message=output.error, retryable=True)
+                self._metrics.on_failed(error.code)
         return TokenOutput(
             request_id=request.request.request_id,
             attempt=request.request.attempt,
@@ -271,7 +344,7 @@ class DecodeWorker:
 
     def _fail(self, request: DecodeRequest, error: RequestError) -> None:
         self._end(request)
-        self._on_failed(error.code)
+        self._metrics.on_failed(error.code)
         failure = TokenOutput(
             request_id=request.request.request_id,
             attempt=request.request.attempt,

@@ -13,9 +13,17 @@ from kv_transfer.transport import Peer
 class PrefillLinks:
     """One connection per connected prefill worker. Lives in the worker's event loop."""
 
-    def __init__(self, own: Peer, on_message: Callable[[Peer, Message], None]) -> None:
+    def __init__(
+        self,
+        own: Peer,
+        *,
+        on_message: Callable[[Peer, Message], None],
+        on_unreachable: Callable[[Peer], None],
+    ) -> None:
+        """``on_unreachable``: the connection broke. It may come back by itself."""
         self._own = own
         self._on_message = on_message
+        self._on_unreachable = on_unreachable
         self._connections: dict[Peer, RpcConnection] = {}
         self._by_id: dict[str, Peer] = {}
 
@@ -38,6 +46,7 @@ class PrefillLinks:
             sender=self._own.worker_id,
             incarnation=self._own.incarnation,
             on_message=receive,
+            on_disconnected=lambda: self._on_unreachable(peer),
         )
         self._by_id[peer.worker_id] = peer
 

@@ -5,21 +5,34 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from cluster.clock import Clock
-from cluster.messages import Cancel, HandoffFenced, Message, Prefill, Sealed
+from cluster.messages import Cancel, HandoffFenced, HandoffProgress, Message, Prefill, Sealed
 from cluster.rpc import RpcError
 from decode_worker.request_table import DecodeRequest, engine_id
 from engine.step_result import Reservation
 from kv_transfer.handoff import FENCEABLE_STATES, Handoff, HandoffEvent, HandoffState
 from kv_transfer.handoff_ledger import HandoffLedger
 from kv_transfer.transport import Peer, Transport
+from kv_transfer.verification import BlockVerifier
 
 logger = logging.getLogger(__name__)
 
 REPEAT_CANCEL_S = 1.0  # while a prefill worker has not confirmed that it stopped
-REPEAT_PREFILL_S = 5.0  # while neither a seal nor a refusal has come
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillFailure:
+    """A handoff that its prefill worker did not bring to its end."""
+
+    request_id: str
+    attempt: int
+    worker: str
+    reason: str
+    num_landed_tokens: int  # from the prompt's start, those cached here before included
+    may_still_write: bool  # into what has not landed: those blocks must be quarantined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,28 +41,46 @@ class RemotePrefillActions:
 
     send: Callable[[Peer, Message], None]  # to a prefill worker; raises RpcError
     on_sealed: Callable[[Sealed], None]  # the prompt is here: run the sequence
-    on_failed: Callable[[str, int, str], None]  # (request id, attempt, why): compute the prompt here
+    on_failed: Callable[[PrefillFailure], None]  # somebody else must compute the rest
+    on_corrupt: Callable[[str, int], None]  # (request id, attempt): the prompt must be computed here
+    on_lease_expired: Callable[[], None]  # for metrics, before ``on_failed``
+    on_ended: Callable[[Handoff], None]  # for metrics
+    on_dropped: Callable[[str], None]  # for metrics: a message of a handoff that is over, or of another life
     release_quarantined: Callable[[str], None]  # engine id: the writer is done, its blocks are free
 
 
 class RemotePrefills:
     """Handoffs from prefill workers into this worker's KV cache.
 
-    Every handoff ends in exactly one of: ``on_sealed``; ``on_failed``; or, once it was fenced by ``cancel``,
-    ``release_quarantined`` after the writer said that it has stopped or is gone. No timer frees a block.
+    Every handoff ends in exactly one of: ``on_sealed``; ``on_corrupt``; ``on_failed``; or ``cancel``. If its
+    writer may still write then, ``release_quarantined`` follows once the writer has said that it has stopped,
+    or is gone. No timer frees a block. A writer that is not heard of for ``lease_s`` is given up.
     """
 
     def __init__(
-        self, *, own: Peer, block_size: int, transport: Transport, clock: Clock, actions: RemotePrefillActions
+        self,
+        *,
+        own: Peer,
+        block_size: int,
+        lease_s: float,
+        transport: Transport,
+        verifier: BlockVerifier,
+        clock: Clock,
+        post: Callable[[Callable[[], None]], None],
+        actions: RemotePrefillActions,
     ) -> None:
-        self.ledger = HandoffLedger()
+        """``post`` runs a function in the event loop, from any thread."""
+        self.ledger = HandoffLedger(actions.on_ended)
         self._own = own
         self._block_size = block_size
+        self._lease_s = lease_s
         self._transport = transport
+        self._verifier = verifier
         self._clock = clock
+        self._post = post
         self._actions = actions
-        self._unanswered: dict[str, Prefill] = {}  # by engine id, to be sent again
-        self._sent_at: dict[str, float] = {}  # by engine id: the last repetition, unix seconds
+        self._wanted: dict[str, Prefill] = {}  # by engine id: what was asked for
+        self._cancel_sent_at: dict[str, float] = {}  # by engine id: unix seconds
 
     def start(self, request: DecodeRequest, reservation: Reservation) -> None:
         """Blocks are reserved: ask the request's prefill worker to fill those that are not cached here."""
@@ -58,20 +89,23 @@ class RemotePrefills:
         generate = request.request
         first_block = reservation.num_cached_tokens // self._block_size
         block_ids = reservation.block_ids[first_block:]
-        self.ledger.open(
+        now = self._clock.unix()
+        handoff = self.ledger.open(
             request_id=generate.request_id,
             attempt=generate.attempt,
             prefill=peer,
             decode=self._own,
             block_ids=block_ids,
-            now=self._clock.unix(),
+            now=now,
             deadline=generate.deadline,
+            lease_expires_at=now + self._lease_s,
         )
         self._transport.expect_traffic(request.engine_id)
         message = Prefill(
             request_id=generate.request_id,
             attempt=generate.attempt,
             prompt_token_ids=generate.prompt_token_ids,
+            output_token_ids=generate.output_token_ids,
             sampling=generate.sampling,
             prefill_incarnation=peer.incarnation,
             first_block=first_block,
@@ -79,107 +113,178 @@ class RemotePrefills:
             cache_salt=generate.cache_salt,
             deadline=generate.deadline,
         )
+        self._wanted[request.engine_id] = message
         try:
             self._actions.send(peer, message)
         except RpcError as error:  # it never heard of the blocks, so it cannot write them
-            handoff = self._fence(generate.request_id, generate.attempt, str(error))
-            self._end(handoff, HandoffEvent.FENCED)
-            self._actions.on_failed(generate.request_id, generate.attempt, str(error))
+            self._give_up(handoff, str(error), HandoffEvent.FENCED)
             return
-        self._advance(generate.request_id, generate.attempt, HandoffEvent.STREAM)
-        self._unanswered[request.engine_id] = message
+        self._advance(handoff, HandoffEvent.STREAM)
+
+    def on_progress(self, peer: Peer, progress: HandoffProgress) -> None:
+        """A prefill worker says what it has in hand for this worker, and what of it has landed."""
+        expires_at = self._clock.unix() + self._lease_s
+        for landing in progress.handoffs:
+            handoff = self.ledger.get(landing.request_id, landing.attempt)
+            if handoff is None or handoff.prefill != peer:
+                self._send_cancel(peer, landing.request_id, landing.attempt, "unknown here")
+            elif handoff.state in (HandoffState.STREAMING, HandoffState.FENCING):
+                self.ledger.renew_lease(landing.request_id, landing.attempt, expires_at)
+                self._land(handoff, landing.num_landed_blocks, landing.num_bytes)
 
     def on_sealed(self, sealed: Sealed) -> None:
         """The writer has written everything and sampled the first token."""
         handoff = self.ledger.get(sealed.request_id, sealed.attempt)
-        if handoff is None or handoff.prefill.incarnation != sealed.incarnation:
-            logger.info("dropped a seal of unknown handoff %s attempt %d", sealed.request_id, sealed.attempt)
+        if handoff is None or handoff.prefill.incarnation != sealed.incarnation or handoff.is_sealed:
+            self._actions.on_dropped("unknown_handoff")
             return
         if handoff.state is HandoffState.FENCING:
-            self._end(handoff, HandoffEvent.SEAL)
-            self._actions.release_quarantined(engine_id(sealed.request_id, sealed.attempt))
+            self._end_fenced(handoff, HandoffEvent.SEAL)
             return
-        self._advance(
-            sealed.request_id, sealed.attempt, HandoffEvent.LAND, num_bytes=sealed.timings.transfer_bytes
-        )
-        self._advance(sealed.request_id, sealed.attempt, HandoffEvent.SEAL)
-        self._advance(sealed.request_id, sealed.attempt, HandoffEvent.ACTIVATE)
-        self._end(handoff, HandoffEvent.RELEASE)
-        self._actions.on_sealed(sealed)
+        self._land(handoff, len(handoff.block_ids), sealed.timings.transfer_bytes)
+        handoff = self._advance(handoff, HandoffEvent.SEAL)
+        expected = {index: checksum for index, checksum in sealed.checksums if index < len(handoff.block_ids)}
+        if not expected or self._verifier.mode == "off":
+            self._activate(handoff, sealed)
+            return
+        summing = self._verifier.checksums([handoff.block_ids[index] for index in expected])
+        summing.add_done_callback(lambda done: self._post(lambda: self._verify(sealed, expected, done)))
 
     def on_fenced(self, peer: Peer, fenced: HandoffFenced) -> None:
         """The writer has stopped: on our ``Cancel``, or because it failed by itself."""
         handoff = self.ledger.get(fenced.request_id, fenced.attempt)
-        if handoff is None or handoff.prefill != peer:
-            return  # a seal was faster
+        if handoff is None or handoff.prefill != peer or handoff.is_sealed:  # a seal was faster
+            self._actions.on_dropped("unknown_handoff")
+            return
         if handoff.state is HandoffState.FENCING:
-            self._end(handoff, HandoffEvent.FENCED)
-            self._actions.release_quarantined(engine_id(fenced.request_id, fenced.attempt))
+            self._end_fenced(handoff, HandoffEvent.FENCED)
             return
         reason = fenced.error.message if fenced.error is not None else "the prefill worker stopped"
-        handoff = self._fence(fenced.request_id, fenced.attempt, reason)
-        self._end(handoff, HandoffEvent.FENCED)
-        self._actions.on_failed(fenced.request_id, fenced.attempt, reason)
+        self._give_up(handoff, reason, HandoffEvent.FENCED)
 
     def cancel(self, request_id: str, attempt: int, reason: str) -> bool:
         """Call a handoff off. True: its blocks must be quarantined, the writer may still write into them.
 
-        False: there is no handoff to call off.
+        False: there is no handoff to call off, or its writer has finished.
         """
         handoff = self.ledger.get(request_id, attempt)
         if handoff is None or handoff.state not in FENCEABLE_STATES:
             return False
-        self._fence(request_id, attempt, reason)
-        try:
-            self._actions.send(handoff.prefill, Cancel(request_id=request_id, attempt=attempt, reason=reason))
-        except RpcError as error:
-            logger.warning("cannot tell %s to stop: %s", handoff.prefill.worker_id, error)
-        return True
+        is_sealed = handoff.is_sealed
+        handoff = self._advance(handoff, HandoffEvent.FENCE, reason=reason)
+        if is_sealed:
+            self._end(handoff, HandoffEvent.FENCED)
+        else:
+            self._send_cancel(handoff.prefill, request_id, attempt, reason)
+        return not is_sealed
 
-    def repeat_unanswered(self) -> None:
-        """Send what was not answered for long again: a message may be lost where a connection breaks."""
+    def on_tick(self) -> None:
+        """Give up silent writers, and repeat cancels: a message may be lost where a connection breaks."""
         now = self._clock.unix()
+        for handoff in self.ledger.lease_expired(now):
+            self._actions.on_lease_expired()
+            reason = f"{handoff.prefill.worker_id} was not heard of for {self._lease_s:g} s"
+            self._give_up(handoff, reason, None)
         for handoff in self.ledger:
-            key = engine_id(handoff.request_id, handoff.attempt)
-            message: Message
-            if handoff.state is HandoffState.FENCING:
-                repeat_s = REPEAT_CANCEL_S
-                message = Cancel(request_id=handoff.request_id, attempt=handoff.attempt, reason="repeated")
-            elif handoff.state is HandoffState.STREAMING:
-                repeat_s, message = REPEAT_PREFILL_S, self._unanswered[key]
-            else:
+            if handoff.state is not HandoffState.FENCING:
                 continue
-            if now - self._sent_at.get(key, handoff.changed_at) >= repeat_s:
-                self._sent_at[key] = now
-                with contextlib.suppress(RpcError):  # its lease decides
-                    self._actions.send(handoff.prefill, message)
+            sent_at = self._cancel_sent_at.get(engine_id(*handoff.key), handoff.fenced_at)
+            if now - sent_at >= REPEAT_CANCEL_S:
+                self._send_cancel(handoff.prefill, *handoff.key, "repeated")
+
+    def on_unreachable(self, peer: Peer) -> None:
+        """The connection to a prefill worker broke: it may be dead, or may go on writing."""
+        for handoff in self.ledger.with_peer(peer):
+            if handoff.state is HandoffState.STREAMING:
+                self._give_up(handoff, f"the connection to {peer.worker_id} broke", None)
 
     def on_peer_lost(self, peer: Peer) -> None:
         """A prefill worker is dead and its agent is removed: it cannot write any more."""
         for handoff in self.ledger.with_peer(peer):
-            was_cancelled = handoff.state is HandoffState.FENCING
-            if not was_cancelled:
-                handoff = self._fence(handoff.request_id, handoff.attempt, f"{peer.worker_id} is gone")
-            self._end(handoff, HandoffEvent.WRITER_GONE)
-            if was_cancelled:
-                self._actions.release_quarantined(engine_id(handoff.request_id, handoff.attempt))
-            else:
-                self._actions.on_failed(handoff.request_id, handoff.attempt, f"{peer.worker_id} is gone")
+            if handoff.state is HandoffState.FENCING:
+                self._end_fenced(handoff, HandoffEvent.WRITER_GONE)
+            elif not handoff.is_sealed:
+                self._give_up(handoff, f"{peer.worker_id} is gone", HandoffEvent.WRITER_GONE)
 
-    def _fence(self, request_id: str, attempt: int, reason: str) -> Handoff:
-        return self._advance(request_id, attempt, HandoffEvent.FENCE, reason=reason)
+    def _verify(self, sealed: Sealed, expected: dict[int, int], summing: Future[list[int]]) -> None:
+        handoff = self.ledger.get(sealed.request_id, sealed.attempt)
+        if handoff is None:
+            return  # cancelled meanwhile
+        found = zip(expected.items(), summing.result(), strict=True)
+        wrong = [index for (index, checksum), here in found if checksum != here]
+        if not wrong:
+            self._activate(handoff, sealed)
+            return
+        logger.error(
+            "handoff %s attempt %d from %s: %d of %d checked blocks differ from what was sent (first: index "
+            "%d, block %d); the prompt is computed here",
+            sealed.request_id,
+            sealed.attempt,
+            handoff.prefill.worker_id,
+            len(wrong),
+            len(expected),
+            wrong[0],
+            handoff.block_ids[wrong[0]],
+        )
+        handoff = self._advance(handoff, HandoffEvent.FENCE, reason="checksums differ")
+        self._end(handoff, HandoffEvent.FENCED)
+        self._actions.on_corrupt(sealed.request_id, sealed.attempt)
+
+    def _activate(self, handoff: Handoff, sealed: Sealed) -> None:
+        self._advance(handoff, HandoffEvent.ACTIVATE)
+        self._end(handoff, HandoffEvent.RELEASE)
+        self._actions.on_sealed(sealed)
+
+    def _give_up(self, handoff: Handoff, reason: str, proof: HandoffEvent | None) -> None:
+        """``proof`` says that the writer has stopped; without one it must still be made to."""
+        message = self._wanted[engine_id(*handoff.key)]
+        failure = PrefillFailure(
+            request_id=handoff.request_id,
+            attempt=handoff.attempt,
+            worker=handoff.prefill.worker_id,
+            reason=reason,
+            num_landed_tokens=min(
+                (message.first_block + handoff.num_landed_blocks) * self._block_size, message.num_tokens
+            ),
+            may_still_write=proof is None,
+        )
+        handoff = self._advance(handoff, HandoffEvent.FENCE, reason=reason)
+        if proof is None:
+            self._send_cancel(handoff.prefill, *handoff.key, reason)
+        else:
+            self._end(handoff, proof)
+        self._actions.on_failed(failure)
+
+    def _send_cancel(self, peer: Peer, request_id: str, attempt: int, reason: str) -> None:
+        if self.ledger.get(request_id, attempt) is not None:
+            self._cancel_sent_at[engine_id(request_id, attempt)] = self._clock.unix()
+        with contextlib.suppress(RpcError):  # it is repeated, until the peer answers or is gone
+            self._actions.send(peer, Cancel(request_id=request_id, attempt=attempt, reason=reason))
+
+    def _land(self, handoff: Handoff, num_landed_blocks: int, num_bytes: int) -> None:
+        """``num_bytes`` have landed in all; what comes late says less than is known."""
+        self.ledger.transition(
+            handoff.request_id,
+            handoff.attempt,
+            HandoffEvent.LAND,
+            self._clock.unix(),
+            num_landed_blocks=min(num_landed_blocks, len(handoff.block_ids)),
+            num_bytes=max(0, num_bytes - handoff.bytes_landed),
+        )
+
+    def _end_fenced(self, handoff: Handoff, proof: HandoffEvent) -> None:
+        self._end(handoff, proof)
+        self._actions.release_quarantined(engine_id(*handoff.key))
 
     def _end(self, handoff: Handoff, event: HandoffEvent) -> None:
-        self._advance(handoff.request_id, handoff.attempt, event)
+        self._advance(handoff, event)
         self.ledger.close(handoff.request_id, handoff.attempt)
-        key = engine_id(handoff.request_id, handoff.attempt)
-        self._unanswered.pop(key, None)
-        self._sent_at.pop(key, None)
+        key = engine_id(*handoff.key)
+        self._wanted.pop(key, None)
+        self._cancel_sent_at.pop(key, None)
         self._transport.stop_expecting(key)
 
-    def _advance(
-        self, request_id: str, attempt: int, event: HandoffEvent, *, num_bytes: int = 0, reason: str = ""
-    ) -> Handoff:
+    def _advance(self, handoff: Handoff, event: HandoffEvent, *, reason: str = "") -> Handoff:
         return self.ledger.transition(
-            request_id, attempt, event, self._clock.unix(), num_bytes=num_bytes, reason=reason
+            handoff.request_id, handoff.attempt, event, self._clock.unix(), reason=reason
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from cluster.messages import Generate, Sealed
+from cluster.messages import Generate, RequestError, Sealed
 from kv_transfer.transport import Peer
 
 
@@ -20,12 +20,13 @@ class DecodeRequest:
     router: str
     router_incarnation: int
     received_at: float
-    prefill_peer: Peer | None  # None: prefilled here
+    prefill_peer: Peer | None  # None: prefilled here, or the one that was asked for is gone
     reserved_at: float = 0.0
     sealed_at: float = 0.0
     scheduled_at: float = 0.0  # first computed here
     num_reserved_cached_tokens: int = 0  # of the prompt, in this worker's cache when blocks were reserved
     sealed: Sealed | None = None
+    error: RequestError | None = None  # why the engine was told to end it
     first_token_sent: bool = False
 
     @property

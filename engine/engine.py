@@ -142,6 +142,19 @@ class Engine:
         """
         self._scheduler.fail_remote(request_id, num_landed_tokens)
 
+    def give_up_remote(
+        self, request_id: str, num_landed_tokens: int, error: str, *, quarantine: bool
+    ) -> None:
+        """The peer failed: the request ends with an output that says ``error``, with the next step.
+
+        The full blocks among the first ``num_landed_tokens`` positions stay in the prefix cache, for whoever
+        tries again. With ``quarantine`` the others are not reused until ``release_quarantined``. Raises as
+        ``fail_remote`` does.
+        """
+        self._take_output(
+            self._scheduler.give_up_remote(request_id, num_landed_tokens, error, quarantine=quarantine)
+        )
+
     def release(self, request_id: str) -> bool:
         """Frees the blocks held by a finished ``prefill_only`` request, or by an abort with ``hold``.
 

@@ -40,6 +40,7 @@ class EngineLoop:
         self._stopping = False
         self._failure: BaseException | None = None
         self._is_idle = True
+        self._step_began_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
     def start(self) -> None:
@@ -76,6 +77,11 @@ class EngineLoop:
         return self._is_idle
 
     @property
+    def step_began_at(self) -> float | None:
+        """When the step that runs now began, on the loop's clock; None between steps."""
+        return self._step_began_at
+
+    @property
     def failure(self) -> BaseException | None:
         """What ended the loop, if a fault in the engine did. It must be built anew then."""
         return self._failure
@@ -87,7 +93,9 @@ class EngineLoop:
                 self._run_commands()
                 did_something = False
                 if self._engine.has_work():
-                    result = self._engine.step(self._clock())
+                    self._step_began_at = now = self._clock()
+                    result = self._engine.step(now)
+                    self._step_began_at = None
                     did_something = not result.is_empty
                     if did_something:
                         self._deliver(result)

@@ -38,7 +38,7 @@ class HandoffEvent(Enum):
     """What moves a handoff on."""
 
     STREAM = "stream"  # the prefill worker is told the blocks, or has accepted them
-    LAND = "land"  # a write has landed; the state stays
+    LAND = "land"  # blocks have landed; the state stays
     SEAL = "seal"  # the prefill worker has written everything; sent only after the last write landed
     ACTIVATE = "activate"
     RELEASE = "release"
@@ -106,10 +106,13 @@ class Handoff:
     block_ids: tuple[int, ...]  # in the decode worker's cache
     opened_at: float
     deadline: float = 0.0  # 0: none
+    lease_expires_at: float = 0.0  # unless the writer is heard of before; 0: no lease
     state: HandoffState = HandoffState.RESERVED
     changed_at: float = 0.0  # when ``state`` was entered
+    num_landed_blocks: int = 0  # leading ones of ``block_ids``: written once, never again
     bytes_landed: int = 0
     is_sealed: bool = False  # the writer has written everything, whatever happened since
+    fenced_at: float = 0.0  # when FENCING was entered, if it was
     fence_reason: str = ""
     outcome: HandoffOutcome | None = None  # set with RELEASED
 
@@ -123,9 +126,18 @@ class Handoff:
         """Whether the writer may write into the blocks, now or soon."""
         return self.state in WRITABLE_STATES and not self.is_sealed
 
+    @property
+    def writable_block_ids(self) -> tuple[int, ...]:
+        """The blocks that the writer may write, now or soon."""
+        return self.block_ids[self.num_landed_blocks :] if self.is_writable else ()
+
     def is_past_deadline(self, now: float) -> bool:
         """Whether it should be fenced: its deadline has passed before the sequence became active."""
         return 0 < self.deadline <= now and self.state in FENCEABLE_STATES
+
+    def is_lease_expired(self, now: float) -> bool:
+        """Whether it should be fenced because the writer, who should be writing, was not heard of."""
+        return 0 < self.lease_expires_at <= now and self.state is HandoffState.STREAMING
 
 
 def legal_events(state: HandoffState) -> frozenset[HandoffEvent]:
@@ -134,16 +146,27 @@ def legal_events(state: HandoffState) -> frozenset[HandoffEvent]:
 
 
 def advance(
-    handoff: Handoff, event: HandoffEvent, now: float, *, num_bytes: int = 0, reason: str = ""
+    handoff: Handoff,
+    event: HandoffEvent,
+    now: float,
+    *,
+    num_landed_blocks: int = 0,
+    num_bytes: int = 0,
+    reason: str = "",
 ) -> Handoff:
     """The handoff after ``event`` at time ``now``.
 
-    ``num_bytes`` belongs to LAND: what the write brought. ``reason`` belongs to FENCE, for logs and errors.
-    Raises ``HandoffStateError`` if the event is not legal in the handoff's state, ``ValueError`` for negative
-    ``num_bytes``.
+    ``num_landed_blocks`` and ``num_bytes`` belong to LAND: how many leading blocks have landed by now, and
+    the bytes since the last LAND. ``reason`` belongs to FENCE, for logs and errors. Raises
+    ``HandoffStateError`` if the event is not legal in the handoff's state, ``ValueError`` for negative
+    ``num_bytes`` or more blocks than there are.
     """
     if num_bytes < 0:
         raise ValueError(f"num_bytes must not be negative, got {num_bytes}")
+    if not 0 <= num_landed_blocks <= len(handoff.block_ids):
+        raise ValueError(
+            f"num_landed_blocks must be from 0 to {len(handoff.block_ids)}, got {num_landed_blocks}"
+        )
     step = _STEPS.get((handoff.state, event))
     if step is None:
         legal = ", ".join(sorted(legal.value for legal in legal_events(handoff.state))) or "none"
@@ -155,8 +178,12 @@ def advance(
         handoff,
         state=step.state,
         changed_at=handoff.changed_at if step.state is handoff.state else now,
+        num_landed_blocks=max(
+            handoff.num_landed_blocks, num_landed_blocks if event is HandoffEvent.LAND else 0
+        ),
         bytes_landed=handoff.bytes_landed + (num_bytes if event is HandoffEvent.LAND else 0),
         is_sealed=handoff.is_sealed or event is HandoffEvent.SEAL,
+        fenced_at=now if event is HandoffEvent.FENCE else handoff.fenced_at,
         fence_reason=reason if event is HandoffEvent.FENCE else handoff.fence_reason,
         outcome=step.outcome,
     )

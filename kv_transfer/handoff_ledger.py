@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from kv_transfer.handoff import (
     Handoff,
     HandoffEvent,
     HandoffKey,
-    HandoffOutcome,
     HandoffState,
     HandoffStateError,
     advance,
@@ -23,11 +23,12 @@ class HandoffLedger:
     applies SEAL before it sends the seal: once the decode worker sees it, the blocks may be promised again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_closed: Callable[[Handoff], None] = lambda handoff: None) -> None:
+        """``on_closed`` gets each handoff that has ended, for metrics."""
+        self._on_closed = on_closed
         self._live: dict[HandoffKey, Handoff] = {}
         self._of_peer: dict[Peer, set[HandoffKey]] = {}
         self._writable: dict[tuple[Peer, int], HandoffKey] = {}  # (decode worker, block id)
-        self._finished = dict.fromkeys(HandoffOutcome, 0)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -45,8 +46,9 @@ class HandoffLedger:
         block_ids: tuple[int, ...],
         now: float,
         deadline: float = 0.0,
+        lease_expires_at: float = 0.0,
     ) -> Handoff:
-        """Add a handoff in state RESERVED.
+        """Add a handoff in state RESERVED. Times are unix seconds; 0: no deadline, no lease.
 
         Raises ``HandoffStateError`` if that attempt is live already or a block is still another handoff's,
         and ``ValueError`` if a block is named twice.
@@ -76,6 +78,7 @@ class HandoffLedger:
             opened_at=now,
             changed_at=now,
             deadline=deadline,
+            lease_expires_at=lease_expires_at,
         )
         self._live[key] = handoff
         for peer in (prefill, decode):
@@ -91,24 +94,33 @@ class HandoffLedger:
         event: HandoffEvent,
         now: float,
         *,
+        num_landed_blocks: int = 0,
         num_bytes: int = 0,
         reason: str = "",
     ) -> Handoff:
-        """Apply ``event`` and return the handoff's new state.
+        """Apply ``event`` and return the handoff's new state; the other arguments as ``advance`` says.
 
-        Raises ``HandoffStateError`` if there is no such live handoff or the event is not legal in its state;
-        the ledger is then unchanged.
+        Raises ``HandoffStateError`` if there is no such live handoff or the event is not legal in its state,
+        and what ``advance`` raises; the ledger is then unchanged.
         """
         before = self._require(request_id, attempt)
-        after = advance(before, event, now, num_bytes=num_bytes, reason=reason)
+        after = advance(
+            before, event, now, num_landed_blocks=num_landed_blocks, num_bytes=num_bytes, reason=reason
+        )
         self._live[after.key] = after
-        if before.is_writable and not after.is_writable:  # never the other way: a seal is final
-            for block_id in after.block_ids:
-                del self._writable[after.decode, block_id]
+        # Blocks only ever stop being writable: a seal and a landing are final.
+        num_no_longer = len(before.writable_block_ids) - len(after.writable_block_ids)
+        for block_id in before.writable_block_ids[:num_no_longer]:
+            del self._writable[after.decode, block_id]
         return after
 
+    def renew_lease(self, request_id: str, attempt: int, expires_at: float) -> None:
+        """The writer was heard of. Raises ``HandoffStateError`` if there is no such live handoff."""
+        handoff = self._require(request_id, attempt)
+        self._live[handoff.key] = replace(handoff, lease_expires_at=expires_at)
+
     def close(self, request_id: str, attempt: int) -> Handoff:
-        """Remove a RELEASED handoff and count how it ended. Raises ``HandoffStateError`` for any other."""
+        """Remove a RELEASED handoff. Raises ``HandoffStateError`` for any other."""
         handoff = self._require(request_id, attempt)
         if handoff.outcome is None:
             raise HandoffStateError(
@@ -121,7 +133,7 @@ class HandoffLedger:
             keys.discard(handoff.key)
             if not keys:
                 del self._of_peer[peer]
-        self._finished[handoff.outcome] += 1
+        self._on_closed(handoff)
         return handoff
 
     def get(self, request_id: str, attempt: int) -> Handoff | None:
@@ -136,6 +148,10 @@ class HandoffLedger:
         """Live handoffs that should be fenced because their deadline has passed, oldest first."""
         return self._oldest_first([one for one in self._live.values() if one.is_past_deadline(now)])
 
+    def lease_expired(self, now: float) -> tuple[Handoff, ...]:
+        """Live handoffs that should be fenced because their writer is silent, oldest first."""
+        return self._oldest_first([one for one in self._live.values() if one.is_lease_expired(now)])
+
     def counts(self) -> dict[HandoffState, int]:
         """Live handoffs by state, every state included."""
         counts = dict.fromkeys(HandoffState, 0)
@@ -143,27 +159,12 @@ class HandoffLedger:
             counts[handoff.state] += 1
         return counts
 
-    def finished(self) -> dict[HandoffOutcome, int]:
-        """Closed handoffs since the start, by how they ended."""
-        return dict(self._finished)
-
-    @property
-    def num_blocks_reserved(self) -> int:
-        """Blocks promised to a writer that has not sealed yet."""
-        return self._num_blocks(HandoffState.RESERVED, HandoffState.STREAMING)
-
-    @property
-    def num_blocks_quarantined(self) -> int:
-        """Blocks of handoffs that were called off but whose writer has not confirmed that it stopped."""
-        return self._num_blocks(HandoffState.FENCING)
-
     def check_invariants(self) -> None:
         """Assert that the indexes agree with the table. For tests."""
         writable = [
             ((handoff.decode, block_id), handoff.key)
             for handoff in self._live.values()
-            if handoff.is_writable
-            for block_id in handoff.block_ids
+            for block_id in handoff.writable_block_ids
         ]
         assert len(writable) == len(self._writable), "a block has two writers"
         assert dict(writable) == self._writable
@@ -175,9 +176,6 @@ class HandoffLedger:
         for key, handoff in self._live.items():
             assert handoff.key == key
             assert (handoff.outcome is None) == (handoff.state is not HandoffState.RELEASED)
-
-    def _num_blocks(self, *states: HandoffState) -> int:
-        return sum(len(handoff.block_ids) for handoff in self._live.values() if handoff.state in states)
 
     def _require(self, request_id: str, attempt: int) -> Handoff:
         handoff = self.get(request_id, attempt)

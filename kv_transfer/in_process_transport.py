@@ -255,7 +255,7 @@ class InProcessTransport:
         endpoint = record.endpoint
         if self._network.find(endpoint.agent_name) is None:
             raise TransferError(f"cannot connect to {describe(peer)}: no agent {endpoint.agent_name!r} here")
-        info = PeerInfo(peer, endpoint.agent_name, endpoint.num_blocks, True, 0.0, 0.0, 0)
+        info = PeerInfo(peer, endpoint.agent_name, endpoint.num_blocks, True, 0.0, 0.0, 0.0, 0)
         self._peers.add(peer, _Connection(peer, endpoint, info))
         self._count(peers_added=1)
         future.set_result(None)

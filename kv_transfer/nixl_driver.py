@@ -106,7 +106,7 @@ class NixlDriver:
         except Exception as error:
             forget_remote_agent(self._agent, endpoint.agent_name)
             raise TransferError(f"cannot connect to {describe(peer)}: {error}") from error
-        info = PeerInfo(peer, endpoint.agent_name, endpoint.num_blocks, False, 0.0, 0.0, 0)
+        info = PeerInfo(peer, endpoint.agent_name, endpoint.num_blocks, False, 0.0, 0.0, 0.0, 0)
         connection = Connection(peer, endpoint, info, started_at, waiters=[future])
         self.peers.add(peer, connection)
         self._count(peers_added=1)
@@ -244,7 +244,7 @@ class NixlDriver:
             connection.info = replace(connection.info, warm=True)
         gbps = write.num_bytes / max(duration_s, 1e-9) / 1e9
         if write.purpose == "probe":
-            connection.info = replace(connection.info, link_gbps=gbps)
+            connection.info = replace(connection.info, probe_gbps=gbps, link_gbps=gbps)
             connect_ms = connection.info.connect_ms
             logger.info("connected to %s in %.1f ms, %.2f GB/s", describe(connection.peer), connect_ms, gbps)
             _complete(connection.waiters)

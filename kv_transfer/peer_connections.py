@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 class _Connection:
     record: WorkerRecord
     state: Literal["connecting", "connected", "failed", "leaving"] = "connecting"
+    is_being_checked: bool = False  # whether its process is gone
+    is_absent: bool = False  # from the registry, but not gone
 
     @property
     def peer(self) -> Peer:
@@ -28,8 +30,10 @@ class PeerConnections:
     """Follows the registry's list of workers and keeps the transport connected to the compatible ones.
 
     Only prefill–decode pairs are connected. A worker under a known id with a larger incarnation is another
-    peer: the old one is lost first. Not thread-safe: ``post`` brings the transport's completions back to the
-    caller's thread.
+    peer: the old one is lost first. Not thread-safe: ``post`` brings completions back to the caller's thread.
+
+    A worker that the registry no longer lists may only be frozen, or cut off from the registry, and still
+    write into blocks here. So its agent is kept, and it is not lost, until ``check_gone`` says that it is.
     """
 
     def __init__(
@@ -38,17 +42,20 @@ class PeerConnections:
         own: WorkerRecord,
         *,
         post: Callable[[Callable[[], None]], None],
+        check_gone: Callable[[WorkerRecord], Future[bool]],
         on_connected: Callable[[Peer, WorkerRecord], None],
         on_lost: Callable[[Peer], None],
     ) -> None:
         """``on_lost`` runs once the peer is gone *and* its agent is removed here: it cannot write any more.
 
-        ``on_connected`` runs again where a failed connection was renewed, and not at all for a worker that
-        left before it was connected.
+        ``on_connected`` runs again where a failed connection was renewed or an absent worker came back, and
+        not at all for a worker that left before it was connected. ``check_gone`` says whether a worker's
+        process can do nothing any more.
         """
         self._transport = transport
         self._own = own
         self._post = post
+        self._check_gone = check_gone
         self._on_connected = on_connected
         self._on_lost = on_lost
         self._connections: dict[str, _Connection] = {}
@@ -56,9 +63,11 @@ class PeerConnections:
         self._wanted: dict[str, WorkerRecord] = {}  # compatible partners in the last list
 
     def get(self, worker_id: str) -> Peer | None:
-        """The connected peer of that id; None if there is none."""
-        connection = self._connections.get(worker_id)
-        return connection.peer if connection is not None and connection.state == "connected" else None
+        """The connected and registered peer of that id; None if there is none."""
+        connection, record = self._connections.get(worker_id), self._wanted.get(worker_id)
+        if connection is None or record is None or connection.state != "connected":
+            return None
+        return connection.peer if record.incarnation <= connection.record.incarnation else None
 
     @property
     def incompatible(self) -> dict[str, str]:
@@ -80,7 +89,9 @@ class PeerConnections:
         for worker_id, connection in list(self._connections.items()):
             record = wanted.get(worker_id)
             if record is None or record.incarnation > connection.record.incarnation:
-                self._leave(connection)
+                self._doubt(connection)
+            elif connection.is_absent:
+                self._is_back(connection)
         for worker_id, record in wanted.items():
             known = self._connections.get(worker_id)
             if known is None:
@@ -128,9 +139,40 @@ class PeerConnections:
         else:
             logger.warning("connecting to %s failed, will retry: %s", connection.record.id, error)
 
-    def _leave(self, connection: _Connection) -> None:
-        if connection.state == "leaving":
+    def _doubt(self, connection: _Connection) -> None:
+        """It is not registered any more. ``update`` asks again while its process is not known to be gone."""
+        if connection.state == "leaving" or connection.is_being_checked:
             return
+        connection.is_being_checked = True
+        future = self._check_gone(connection.record)
+        if future.done():
+            self._checked(connection, future)
+        else:
+            future.add_done_callback(lambda done: self._post(lambda: self._checked(connection, done)))
+
+    def _checked(self, connection: _Connection, future: Future[bool]) -> None:
+        connection.is_being_checked = False
+        record = self._wanted.get(connection.record.id)
+        if record is not None and record.incarnation == connection.record.incarnation:
+            return  # it is back
+        if future.exception() is None and future.result():
+            self._leave(connection)
+        elif not connection.is_absent:
+            connection.is_absent = True
+            logger.warning(
+                "%s worker %s has lost its lease, but is not known to be dead: blocks that it may still "
+                "write stay in quarantine",
+                connection.record.role,
+                connection.record.id,
+            )
+
+    def _is_back(self, connection: _Connection) -> None:
+        connection.is_absent = False
+        logger.info("%s worker %s is back", connection.record.role, connection.record.id)
+        if connection.state == "connected":
+            self._on_connected(connection.peer, connection.record)
+
+    def _leave(self, connection: _Connection) -> None:
         connection.state = "leaving"
         logger.info("%s worker %s has left", connection.record.role, connection.record.id)
         future = self._transport.remove_peer(connection.peer)

@@ -60,7 +60,8 @@ class PeerInfo:
     num_blocks: int
     warm: bool  # a write to it has completed, so the path is set up
     connect_ms: float  # load its metadata, connect, first write; 0 until warm
-    link_gbps: float  # GB/s: from the warm-up, then a moving average over large writes; 0 if not measured
+    probe_gbps: float  # GB/s measured when it was connected; 0 if not yet
+    link_gbps: float  # GB/s, moving average over large writes, beginning with the probe
     num_writes_in_flight: int
 
 

@@ -225,6 +225,40 @@ def status(
 
 
 @app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="The worker's id, as `leadout status` shows it.")],
+    url: Url = DEFAULT_URL,
+    wait: Annotated[
+        float, typer.Option(help="Follow it for at most so many seconds; 0: only give the order.", min=0)
+    ] = 600.0,
+) -> None:
+    """Have a worker finish what it has and end. Exit status 1 if it has not left in time."""
+    from leadout.drain import run_drain
+
+    raise typer.Exit(run_drain(_base_url(url), worker, wait_s=wait))
+
+
+@app.command()
+def doctor(
+    url: Annotated[
+        str | None, typer.Option(help="Router of a running cluster whose links are to be checked, too.")
+    ] = None,
+    model: Model = None,
+    registry: RegistryUrl = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit status 1 for warnings, too.")] = False,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Check this machine, and how fast KV moves, before deploying. Exit status 1 if something is wrong."""
+    from leadout.doctor.run import run_doctor
+
+    loaded = _load(config, settings, {"registry": {"url": registry}, "model": {"source": model}})
+    base = None if url is None else _base_url(url)
+    raise typer.Exit(run_doctor(loaded, as_json=as_json, strict=strict, url=base))
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     print(importlib.metadata.version("leadout"))

@@ -42,7 +42,7 @@ class LocalCluster:
     """Router, workers and, unless the configuration names another, the registry.
 
     ``start`` fails if any process dies before it was ready. After that a process that dies is started again,
-    with growing delays, until its restart policy gives it up.
+    with growing delays, until its restart policy gives it up. A worker that was drained has ended as asked.
     """
 
     def __init__(
@@ -169,6 +169,10 @@ class LocalCluster:
         while True:
             status = await child.wait()
             if self._is_stopping:
+                return
+            if status == 0 and spec.role != "router":
+                self._events.on_state(spec.name, "drained")
+                self._events.on_notice(f"{spec.name} has drained and is not started again")
                 return
             decision = policy.died(time.monotonic(), self._ready_since.get(spec.name))
             if isinstance(decision, GiveUp):

@@ -11,64 +11,34 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Protocol
-
-import msgspec
 
 from cluster.clock import Clock
 from cluster.config import LeadoutConfig
 from cluster.members import LoadReport, Members, ModelIdentity, Role, WorkerRecord, WorkerState
-from cluster.messages import Message, Sealed
+from cluster.messages import Message
 from cluster.metrics import WorkerMetrics
 from cluster.model_source import ModelSource
+from cluster.process_identity import is_gone, own_process
 from cluster.registry import Registry, RegistryUnavailableError
 from cluster.worker_shell import WorkerShell
-from decode_worker.decode_worker import DecodeWorker
-from decode_worker.prefill_links import PrefillLinks
 from engine.create_engine import CreatedEngine
 from engine.engine_commands import EngineCommands
 from engine.engine_loop import EngineLoop
-from engine.step_result import EngineLoad, StepResult
+from engine.step_result import StepResult
 from kv_transfer.create_transport import create_transport
-from kv_transfer.handoff_ledger import HandoffLedger
 from kv_transfer.peer_connections import PeerConnections
 from kv_transfer.transport import Peer, Transport
-from prefill_worker.prefill_worker import PrefillWorker
+from kv_transfer.verification import BlockVerifier
+from leadout.load_report import load_report
+from leadout.worker_roles import RoleSurroundings, build_role
 
 logger = logging.getLogger(__name__)
 
 _REGISTRY_WAIT_S = 60.0  # a worker may start before the registry does
 _DRAIN_POLL_S = 0.05
+_ABANDON_WAIT_S = 5.0  # for peers to confirm that they have stopped
+_SLOW_LINK_SHARE = 0.25  # of what the path had when it was connected
 _IDLE_REPORT_S = 1.0  # interval of load reports while nothing happens: four times less work for everybody
-
-
-class WorkerRole(Protocol):
-    """What a host needs of a role; ``PrefillWorker`` and ``DecodeWorker`` are the two."""
-
-    @property
-    def num_active(self) -> int:
-        """Requests in hand, handoffs included."""
-        ...
-
-    def drain(self) -> None:
-        """Refuse new work."""
-        ...
-
-    def on_message(self, peer: str, incarnation: int, message: Message) -> None:
-        """A message from a router or decode worker."""
-        ...
-
-    def on_router_lost(self, router: str, incarnation: int) -> None:
-        """A router is gone and takes no more answers."""
-        ...
-
-    def on_step(self, result: StepResult) -> None:
-        """What one engine step did."""
-        ...
-
-    def on_tick(self) -> None:
-        """Once per report interval."""
-        ...
 
 
 class WorkerHost:
@@ -94,7 +64,7 @@ class WorkerHost:
         self._stop = asyncio.Event()
         self._wake = asyncio.Event()  # something happened, or the process is to stop
         self._has_members = False
-        self._links: PrefillLinks | None = None  # of a decode worker
+        self._slow_links: set[str] = set()  # peers
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT, then drain; 1 if the engine failed."""
@@ -126,7 +96,14 @@ class WorkerHost:
             clock=self._clock,
             on_message=self._on_message,
             on_members=self._on_members,
-            on_router_lost=lambda router, incarnation: self._role.on_router_lost(router, incarnation),
+            on_router_lost=self._on_router_lost,
+            on_drain=self._on_signal,
+        )
+        self._verifier = BlockVerifier(
+            config.kv_transfer.verify,
+            base_address=created.storage.base_address,
+            block_bytes=created.kv_layout.block_bytes,
+            num_blocks=created.storage.num_blocks,
         )
         try:
             record = await self._make_record()
@@ -160,64 +137,35 @@ class WorkerHost:
             ),
             kv_layout=created.kv_layout,
             endpoint=self._transport.endpoint,
+            process=own_process(),
             started_at=self._clock.unix(),
         )
 
     def _build_role(self, record: WorkerRecord) -> None:
-        engine = EngineCommands(self._engine_loop, self._post)
-        block_size = record.kv_layout.block_size
-        self._role: WorkerRole
-        self._ledger: HandoffLedger
-        if record.role == "prefill":
-            prefill = PrefillWorker(
+        self._hosted = build_role(
+            RoleSurroundings(
+                config=self._config,
                 own=self._own,
-                block_size=block_size,
-                engine=engine,
+                record=record,
+                engine=EngineCommands(self._engine_loop, self._post),
                 transport=self._transport,
-                get_peer=lambda worker_id: self._connections.get(worker_id),
-                mark_peer_failed=lambda peer: self._connections.mark_failed(peer),
+                verifier=self._verifier,
                 clock=self._clock,
-                max_stall_s=self._max_stall_s(),
+                metrics=self._metrics,
+                connections=lambda: self._connections,
                 send=self._shell.send,
                 post=self._post,
-                on_sealed=self._metrics.observe_timings,
-                on_failed=self._metrics.request_failed,
             )
-            self._role, self._ledger = prefill, prefill.ledger
-            on_connected, on_lost = prefill.on_peer_connected, prefill.on_peer_lost
-        else:
-            links = PrefillLinks(
-                self._own, lambda peer, message: decode.on_prefill_worker_message(peer, message)
-            )
-            decode = DecodeWorker(
-                own=self._own,
-                block_size=block_size,
-                engine=engine,
-                transport=self._transport,
-                links=links,
-                clock=self._clock,
-                send=self._shell.send,
-                on_first_token=self._metrics.observe_timings,
-                on_failed=self._metrics.request_failed,
-            )
-            self._role, self._ledger, self._links = decode, decode.remote_prefills.ledger, links
-            self._transport.on_notification(
-                lambda payload: self._post(functools.partial(self._on_notification, decode, payload))
-            )
-
-            def lose(peer: Peer) -> None:
-                links.close(peer)
-                decode.remote_prefills.on_peer_lost(peer)
-
-            on_connected, on_lost = links.open, lose
-        self._connections = PeerConnections(
-            self._transport, record, post=self._post, on_connected=on_connected, on_lost=on_lost
         )
-
-    def _max_stall_s(self) -> float:
-        """How long this process may stand still and still be sure that its lease has been renewed in time."""
-        registry = self._config.registry
-        return max(registry.lease_ms - 2 * registry.heartbeat_ms, registry.heartbeat_ms) / 1000
+        self._role = self._hosted.role
+        self._connections = PeerConnections(
+            self._transport,
+            record,
+            post=self._post,
+            check_gone=lambda one: asyncio.run_coroutine_threadsafe(is_gone(one), self._loop),
+            on_connected=self._hosted.on_connected,
+            on_lost=self._hosted.on_lost,
+        )
 
     async def _register(self, record: WorkerRecord) -> None:
         give_up_at = self._clock.monotonic() + _REGISTRY_WAIT_S
@@ -232,37 +180,70 @@ class WorkerHost:
                 await asyncio.sleep(1)
 
     async def _serve(self) -> int:
+        """Until asked to stop; the exit status. Does not wait for the engine, whose steps may be long."""
         interval_s = self._config.worker.load_report_ms / 1000
-        while not self._stop.is_set():
-            if not await self._report():
-                return 1
-            if self._registry.superseded.is_set():
-                return 1
-            if self._state == "ready" and self._engine_loop.is_idle and not self._role.num_active:
-                self._wake.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), _IDLE_REPORT_S)
-            else:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), interval_s)
+        reporting = asyncio.create_task(self._report())
+        try:
+            while not self._stop.is_set() and not self._registry.superseded.is_set():
+                self._tick()
+                if reporting.done():
+                    if not reporting.result():
+                        return 1
+                    reporting = asyncio.create_task(self._report())
+                is_idle = self._engine_loop.is_idle and not self._role.num_active
+                await self._pause(
+                    _IDLE_REPORT_S if self._state == "ready" and is_idle else interval_s, is_idle
+                )
+        finally:
+            reporting.cancel()
+        if self._registry.superseded.is_set():
+            return 1
         return await self._drain(interval_s)
 
+    async def _pause(self, duration_s: float, is_idle: bool) -> None:
+        """An idle worker wakes up when something happens."""
+        event = self._wake if is_idle else self._stop
+        if is_idle:
+            self._wake.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), duration_s)
+
     async def _drain(self, interval_s: float) -> int:
+        """Finish what is in hand; what does not finish in time is left to other workers."""
         logger.info("draining: %d requests in hand", self._role.num_active)
         self._state = "draining"
         self._role.drain()
-        await self._report()
-        give_up_at = self._clock.monotonic() + self._config.worker.drain_grace_ms / 1000
-        next_report = self._clock.monotonic() + interval_s
-        while self._role.num_active and self._clock.monotonic() < give_up_at:
-            await asyncio.sleep(_DRAIN_POLL_S)
+        if not await self._until_done(self._config.worker.drain_grace_ms / 1000, interval_s):
+            logger.warning("%d requests did not finish within the grace period", self._role.num_active)
+            self._role.abandon("draining")
+            await self._until_done(_ABANDON_WAIT_S, interval_s)
+        return 0
+
+    async def _until_done(self, wait_s: float, interval_s: float) -> bool:
+        """Wait for at most ``wait_s`` until nothing is in hand."""
+        give_up_at = self._clock.monotonic() + wait_s
+        next_report = self._clock.monotonic()
+        while True:
             if self._clock.monotonic() >= next_report:
                 next_report += interval_s
+                self._tick()
                 if not await self._report():
-                    return 1
-        if self._role.num_active:
-            logger.warning("%d requests did not finish within the grace period", self._role.num_active)
-        return 0
+                    return True  # the engine has failed: nothing will come of waiting
+            if not self._role.num_active or self._clock.monotonic() >= give_up_at:
+                return not self._role.num_active
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    def _tick(self) -> None:
+        """What must happen in time, whatever the engine does."""
+        began_at = self._engine_loop.step_began_at
+        limit_s = self._config.engine.step_timeout_ms / 1000
+        if began_at is not None and self._clock.monotonic() - began_at > limit_s:
+            logger.critical("an engine step has run for more than %g s: this worker ends", limit_s)
+            logging.shutdown()
+            os._exit(1)  # the engine's thread cannot be stopped, and would keep the process
+        self._shell.drop_lost_routers()
+        self._role.on_tick()
+        self._metrics.set_dropped(self._shell.dropped_messages)
 
     async def _report(self) -> bool:
         """Publish the load; False if the engine has failed and the process must be started anew."""
@@ -270,14 +251,34 @@ class WorkerHost:
         if failure is not None:
             logger.critical("the engine failed: %r", failure)
             return False
-        load = await asyncio.wrap_future(self._engine_loop.submit(lambda engine: engine.load()))
+        try:
+            load = await asyncio.wrap_future(self._engine_loop.submit(lambda engine: engine.load()))
+        except (RuntimeError, asyncio.CancelledError):
+            if self._engine_loop.failure is None:
+                raise
+            return await self._report()
         if self._state == "starting" and self._has_members and self._connections.is_settled:
             self._state = "ready"
-        self._role.on_tick()
-        report = _load_report(load, self._state, len(self._ledger))
+        report = load_report(load, self._state, self._hosted.ledger, self._transport.peers())
+        self._note_slow_links(report)
         self._metrics.set_load(report)
         self._shell.publish_load(report)
         return True
+
+    def _note_slow_links(self, report: LoadReport) -> None:
+        """Say once when writes to a peer become much slower than the path was when it was connected."""
+        slow = {
+            link.peer: link for link in report.links if 0 < link.gbps < link.probe_gbps * _SLOW_LINK_SHARE
+        }
+        for peer in slow.keys() - self._slow_links:
+            logger.warning(
+                "writes to %s run at %.3g GB/s, and the path had %.3g GB/s when it was connected: is a "
+                "slower transport in use, or the network congested?",
+                peer,
+                slow[peer].gbps,
+                slow[peer].probe_gbps,
+            )
+        self._slow_links = set(slow)
 
     def _on_signal(self) -> None:
         self._stop.set()
@@ -287,24 +288,21 @@ class WorkerHost:
         self._wake.set()
         self._role.on_message(peer, incarnation, message)
 
+    def _on_router_lost(self, router: str, incarnation: int) -> None:
+        self._metrics.lease_expired("router")
+        self._role.on_router_lost(router, incarnation)
+
     def _on_step(self, result: StepResult) -> None:
         self._wake.set()
         if result.num_tokens:
             self._metrics.observe_step(result.duration_ms, result.num_tokens)
-        self._role.on_step(result)
+        # First: a router that plans a failed request anew shall know what has landed here.
         self._shell.publish_kv_events(result.blocks_stored, result.blocks_removed)
+        self._role.on_step(result)
 
     def _on_members(self, members: Members) -> None:
         self._connections.update(members.workers)
         self._has_members = True
-
-    def _on_notification(self, decode: DecodeWorker, payload: bytes) -> None:
-        try:
-            sealed = msgspec.msgpack.decode(payload, type=Sealed)
-        except msgspec.DecodeError as error:
-            logger.warning("dropped a malformed notification: %s", error)
-            return
-        decode.remote_prefills.on_sealed(sealed)
 
     def _post(self, function: Callable[[], None]) -> None:
         """Run ``function`` in the event loop, from any thread."""
@@ -314,29 +312,8 @@ class WorkerHost:
     async def _close(self) -> None:
         await self._shell.close()
         await asyncio.to_thread(self._engine_loop.stop)
-        if self._links is not None:
-            self._links.close_all()
+        self._hosted.close()
         await asyncio.to_thread(self._transport.close)
+        self._verifier.close()
         await self._registry.close()
         self._metrics.close()
-
-
-def _load_report(load: EngineLoad, state: WorkerState, num_handoffs: int) -> LoadReport:
-    return LoadReport(
-        state=state,
-        running=load.running,
-        waiting=load.waiting,
-        waiting_for_remote_kv=load.waiting_for_remote_kv,
-        waiting_prefill_tokens=load.waiting_prefill_tokens,
-        kv_blocks_total=load.kv_blocks_total,
-        kv_blocks_free=load.kv_blocks_free,
-        kv_blocks_cached=load.kv_blocks_cached,
-        kv_blocks_reserved=load.kv_blocks_reserved,
-        kv_blocks_pinned=load.kv_blocks_held,
-        kv_blocks_quarantined=load.kv_blocks_quarantined,
-        handoffs_active=num_handoffs,
-        num_preemptions=load.num_preemptions,
-        step_ms=load.step_ms,
-        prompt_tokens_total=load.prompt_tokens_total,
-        generation_tokens_total=load.generation_tokens_total,
-    )

@@ -43,6 +43,7 @@ def run_worker(config: LeadoutConfig, role: Role, worker_id: str | None = None) 
         scheduler_config=SchedulerConfig(
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
             max_num_seqs=config.engine.max_num_seqs,
+            max_num_waiting=config.engine.max_num_waiting,
             prefill_policy=config.engine.prefill_order,
             ageing_tokens_per_second=config.engine.ageing_tokens_per_second,
         ),

@@ -11,13 +11,23 @@ import msgspec
 
 from cluster.clock import Clock
 from cluster.members import WorkerRecord
-from cluster.messages import Cancel, HandoffFenced, Message, Prefill, RequestError, RequestTimings, Sealed
+from cluster.messages import (
+    Cancel,
+    HandoffFenced,
+    Message,
+    Prefill,
+    RequestError,
+    RequestTimings,
+)
 from cluster.recent_keys import RecentKeys
 from engine.engine_commands import EngineCommands
-from engine.step_result import NewRequest, PrefillProgress, SequenceOutput, StepResult
-from kv_transfer.handoff import FENCEABLE_STATES, HandoffEvent, HandoffStateError
+from engine.step_result import NewRequest, SequenceOutput, StepResult
+from kv_transfer.handoff import FENCEABLE_STATES, Handoff, HandoffEvent, HandoffStateError
 from kv_transfer.handoff_ledger import HandoffLedger
-from kv_transfer.transport import Peer, TransferStats, Transport, WriteAbandonedError
+from kv_transfer.transport import Peer, TransferStats, Transport
+from kv_transfer.verification import BlockVerifier
+from prefill_worker import answers
+from prefill_worker.block_pushes import BlockPushes, PushEvents
 from prefill_worker.prefill_request import PrefillRequest, UnconnectedPrefill, engine_id
 
 logger = logging.getLogger(__name__)
@@ -40,38 +50,53 @@ class PrefillWorker:
         block_size: int,
         engine: EngineCommands,
         transport: Transport,
+        verifier: BlockVerifier,
         get_peer: Callable[[str], Peer | None],
         mark_peer_failed: Callable[[Peer], None],
         clock: Clock,
+        heartbeat_s: float,
         max_stall_s: float,
         send: Callable[[str, Message], bool],
         post: Callable[[Callable[[], None]], None],
         on_sealed: Callable[[RequestTimings], None],
         on_failed: Callable[[str], None],
+        on_handoff_ended: Callable[[Handoff], None],
+        on_dropped: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """``send(decode worker, message)``; ``post`` runs a function in the loop; the last two: metrics.
+        """``send(decode worker, message)``; ``post`` runs a function in the loop; the last four: metrics.
 
-        A process that stood still for more than ``max_stall_s`` seconds may have been taken for dead, and its
-        target blocks given to others: it stops all its pushes before it writes again.
+        Every ``heartbeat_s`` seconds decode workers hear which of their prompts are in hand here. A process
+        that stood still for more than ``max_stall_s`` seconds may have been taken for dead, and its target
+        blocks given to others: it stops all its pushes before it writes again.
         """
         self._own = own
         self._block_size = block_size
         self._engine = engine
         self._transport = transport
+        self._verifier = verifier
         self._get_peer = get_peer
         self._mark_peer_failed = mark_peer_failed
         self._clock = clock
+        self._heartbeat_s = heartbeat_s
         self._max_stall_s = max_stall_s
-        self._last_seen_alive = clock.monotonic()
+        self._last_heartbeat = self._last_seen_alive = clock.monotonic()
         self._send = send
         self._post = post
         self._on_sealed = on_sealed
         self._on_failed = on_failed
+        self._on_dropped = on_dropped
         self._requests: dict[str, PrefillRequest] = {}  # by engine id
         self._unconnected: list[UnconnectedPrefill] = []
         self._over: RecentKeys[str] = RecentKeys()  # engine ids of what will never be written again
         self._is_draining = False
-        self.ledger = HandoffLedger()
+        self.ledger = HandoffLedger(on_handoff_ended)
+        self._pushes = BlockPushes(
+            block_size=block_size,
+            transport=transport,
+            verifier=verifier,
+            post=post,
+            events=PushEvents(on_landed=self._landed, on_failed=self._write_failed, on_settled=self._settle),
+        )
 
     @property
     def num_active(self) -> int:
@@ -81,6 +106,15 @@ class PrefillWorker:
     def drain(self) -> None:
         """Refuse new prompts from now on; those in hand go on."""
         self._is_draining = True
+
+    def abandon(self, reason: str) -> None:
+        """Stop what is in hand, and say so; others will compute it."""
+        message = f"worker {self._own.worker_id} ends: {reason}"
+        for request in list(self._requests.values()):
+            self._fence(request, reason, RequestError(code="draining", message=message, retryable=True))
+        waiting, self._unconnected = self._unconnected, []
+        for one in waiting:
+            self._refuse(one, "draining", message)
 
     def on_message(self, sender: str, incarnation: int, message: Message) -> None:
         """A decode worker's message."""
@@ -97,7 +131,7 @@ class PrefillWorker:
         elif isinstance(message, Cancel):
             self._cancelled(sender, incarnation, message)
         else:
-            logger.warning("dropped a %s from %s: not for a prefill worker", type(message).__name__, sender)
+            self._on_dropped("unexpected")
 
     def on_peer_connected(self, peer: Peer, record: WorkerRecord) -> None:
         """A decode worker can be written to now."""
@@ -120,14 +154,17 @@ class PrefillWorker:
         """Nothing to do: prompts here belong to decode workers, and those cancel them."""
 
     def on_tick(self) -> None:
-        """Once per report interval: deadlines, and decode workers that could not be connected."""
+        """Once per report interval: deadlines, heartbeats, decode workers that could not be connected."""
         self._notice_stall()
-        now = self._clock.unix()
-        for request in list(self._requests.values()):
-            if 0 < request.message.deadline <= now and request.output is None:
-                error = RequestError(code="deadline_exceeded", message="the deadline passed during prefill")
-                self._fence(request, error.message, error)
-        oldest = self._clock.monotonic() - _CONNECT_WAIT_S
+        for handoff in self.ledger.past_deadline(self._clock.unix()):
+            request = self._requests[engine_id(handoff.decode.worker_id, *handoff.key)]
+            error = RequestError(code="deadline_exceeded", message="the deadline passed during prefill")
+            self._fence(request, error.message, error)
+        now = self._clock.monotonic()
+        if now - self._last_heartbeat >= self._heartbeat_s:
+            self._last_heartbeat = now
+            self._send_heartbeats()
+        oldest = now - _CONNECT_WAIT_S
         expired = [one for one in self._unconnected if one.received_at < oldest]
         self._unconnected = [one for one in self._unconnected if one.received_at >= oldest]
         for one in expired:
@@ -139,7 +176,14 @@ class PrefillWorker:
         for progress in result.progress:
             request = self._requests.get(progress.request_id)
             if request is not None and not request.is_fencing:
-                self._push_finished_blocks(request, progress, result.started_at)
+                if not request.scheduled_at:
+                    request.scheduled_at = result.started_at
+                request.num_computed_here = request.message.num_tokens - progress.num_cached_tokens
+                try:
+                    self._pushes.push(request, progress)
+                except ValueError as invalid:  # block ids that the peer does not have
+                    error = RequestError(code="invalid_request", message=str(invalid))
+                    self._fence(request, str(invalid), error)
         for output in result.outputs:
             request = self._requests.get(output.request_id)
             if request is None or request.is_fencing:
@@ -154,8 +198,7 @@ class PrefillWorker:
 
     def _notice_stall(self) -> None:
         now = self._clock.monotonic()
-        stall_s = now - self._last_seen_alive
-        self._last_seen_alive = now
+        stall_s, self._last_seen_alive = now - self._last_seen_alive, now
         if stall_s > self._max_stall_s and self._requests:
             reason = f"worker {self._own.worker_id} stood still for {stall_s:.1f} s"
             for request in list(self._requests.values()):
@@ -168,9 +211,11 @@ class PrefillWorker:
             return
         key = engine_id(prefill.sender, message.request_id, message.attempt)
         if message.prefill_incarnation != self._own.incarnation:
-            return  # meant for a former life of this worker, whose end the sender learns from the registry
+            self._on_dropped("old_incarnation")  # the sender learns of that one's end from the registry
+            return
         if key in self._requests:
-            return  # sent again; it is being worked on
+            self._on_dropped("duplicate")
+            return
         if key in self._over:
             self._send(prefill.sender, HandoffFenced(request_id=message.request_id, attempt=message.attempt))
             return
@@ -178,19 +223,12 @@ class PrefillWorker:
         if peer is None or peer.incarnation != prefill.incarnation:
             self._unconnected.append(prefill)
             return
-        request = PrefillRequest(
-            message=message,
-            peer=peer,
-            engine_id=key,
-            received_at=prefill.received_at,
-            next_block=message.first_block,
-        )
-        num_blocks = -(-len(message.prompt_token_ids) // self._block_size)
+        num_blocks = -(-message.num_tokens // self._block_size)
         if message.first_block + len(message.block_ids) < num_blocks or message.first_block < 0:
             self._refuse(
                 prefill,
                 "invalid_request",
-                f"a prompt of {len(message.prompt_token_ids)} tokens has {num_blocks} blocks, but the target "
+                f"a prompt of {message.num_tokens} tokens has {num_blocks} blocks, but the target "
                 f"is blocks {message.first_block} to {message.first_block + len(message.block_ids) - 1}",
             )
             return
@@ -207,12 +245,23 @@ class PrefillWorker:
         except (HandoffStateError, ValueError) as error:
             self._refuse(prefill, "handoff_conflict", str(error))
             return
+        checked = self._verifier.choose(message.request_id, message.attempt, num_blocks - message.first_block)
+        request = PrefillRequest(
+            message=message,
+            peer=peer,
+            engine_id=key,
+            received_at=prefill.received_at,
+            checked_blocks=frozenset(message.first_block + index for index in checked),
+            next_block=message.first_block,
+            landed_to=message.first_block,
+        )
         self._advance(request, HandoffEvent.STREAM)
         self._requests[request.engine_id] = request
         new_request = NewRequest(
             request_id=request.engine_id,
             prompt_token_ids=message.prompt_token_ids,
             sampling=message.sampling,
+            output_token_ids=message.output_token_ids,
             prefill_only=True,
             cache_salt=message.cache_salt,
         )
@@ -226,69 +275,40 @@ class PrefillWorker:
         """Nothing was written and nothing will be."""
         self._on_failed(code)
         self._over.add(engine_id(prefill.sender, prefill.message.request_id, prefill.message.attempt))
-        self._send(
-            prefill.sender,
-            HandoffFenced(
-                request_id=prefill.message.request_id,
-                attempt=prefill.message.attempt,
-                error=RequestError(code=code, message=reason, retryable=True),
-            ),
-        )
+        self._send(prefill.sender, answers.refused(prefill, code, reason))
 
     def _engine_refused(self, request: PrefillRequest, error: BaseException) -> None:
         self._fence(
             request, str(error), RequestError(code="prefill_refused", message=str(error), retryable=True)
         )
 
-    def _push_finished_blocks(
-        self, request: PrefillRequest, progress: PrefillProgress, started_at: float
-    ) -> None:
-        num_prompt_tokens = len(request.message.prompt_token_ids)
-        if not request.scheduled_at:
-            request.scheduled_at = started_at
-        request.num_computed_here = num_prompt_tokens - progress.num_cached_tokens
-        is_whole = progress.num_computed_tokens >= num_prompt_tokens
-        end = progress.num_computed_tokens // self._block_size
-        if is_whole:  # the last block may be partly filled
-            end = -(-num_prompt_tokens // self._block_size)
-        start = request.next_block
-        if end <= start:
+    def _landed(self, request: PrefillRequest, stats: TransferStats) -> None:
+        if request.is_fencing:
             return
-        request.next_block = end
-        request.writes_in_flight += 1
-        offset = request.message.first_block
-        try:
-            future = self._transport.write_blocks(
-                request.peer,
-                progress.block_ids[start:end],
-                request.message.block_ids[start - offset : end - offset],
-            )
-        except ValueError as error:  # block ids that the peer does not have
-            request.writes_in_flight -= 1
-            self._fence(request, str(error), RequestError(code="invalid_request", message=str(error)))
-            return
-        future.add_done_callback(lambda done: self._post(lambda: self._write_done(request, done)))
+        self._advance(
+            request,
+            HandoffEvent.LAND,
+            num_landed_blocks=request.num_landed_blocks,
+            num_bytes=stats.num_bytes,
+        )
+        if request.output is None:  # otherwise the seal is next, which says it all
+            self._send(request.peer.worker_id, answers.progress(request))
 
-    def _write_done(self, request: PrefillRequest, future: Future[TransferStats]) -> None:
-        error = future.exception()
-        if isinstance(error, WriteAbandonedError) and not error.over.done():
-            # It may still land: the decode worker must not hear that the writing has ended.
-            error.over.add_done_callback(lambda _: self._post(lambda: self._write_done(request, future)))
-            return
-        request.writes_in_flight -= 1
-        if error is None:
-            stats = future.result()
-            request.transfer_bytes += stats.num_bytes
-            request.transfer_descriptors += stats.num_descriptors
-            request.transfer_busy_ms += stats.duration_ms
-            if not request.is_fencing:
-                self._advance(request, HandoffEvent.LAND, num_bytes=stats.num_bytes)
-        elif not request.is_fencing:
+    def _write_failed(self, request: PrefillRequest, error: BaseException) -> None:
+        if not request.is_fencing:
             self._mark_peer_failed(request.peer)
             reason = f"a write to {request.peer.worker_id} failed: {error}"
             self._fence(request, reason, RequestError(code="transfer_failed", message=reason, retryable=True))
-            return
-        self._settle(request)
+
+    def _send_heartbeats(self) -> None:
+        """Where a decode worker's connection is broken it has given its prompts up, or is dead."""
+        for worker, progress in answers.heartbeats(self._requests.values(), self._unconnected).items():
+            if self._send(worker, progress):
+                continue
+            reason = f"the connection to {worker} broke"
+            for request in list(self._requests.values()):
+                if request.peer.worker_id == worker:
+                    self._fence(request, reason, RequestError(code="unreachable", message=reason))
 
     def _cancelled(self, sender: str, incarnation: int, cancel: Cancel) -> None:
         request = self._requests.get(engine_id(sender, cancel.request_id, cancel.attempt))
@@ -323,43 +343,22 @@ class PrefillWorker:
         self._settle(request)
 
     def _settle(self, request: PrefillRequest) -> None:
-        """Go on once no write is under way: confirm the fence, or seal."""
-        if request.writes_in_flight or request.engine_id not in self._requests:
+        """Go on once nothing is under way: confirm the fence, or seal."""
+        if request.operations_in_flight or request.engine_id not in self._requests:
             return
         if request.is_fencing:
             self._end(request, HandoffEvent.FENCED)
-            self._send(
-                request.peer.worker_id,
-                HandoffFenced(
-                    request_id=request.message.request_id,
-                    attempt=request.message.attempt,
-                    error=request.error,
-                ),
-            )
+            self._send(request.peer.worker_id, answers.fenced(request))
         elif request.output is not None:
             self._seal(request, request.output)
 
     def _seal(self, request: PrefillRequest, output: SequenceOutput) -> None:
-        timings = RequestTimings(
-            prefill_ms=(request.sampled_at - request.scheduled_at) * 1000,
-            transfer_ms=(self._clock.monotonic() - request.sampled_at) * 1000,
-            transfer_busy_ms=request.transfer_busy_ms,
-            transfer_bytes=request.transfer_bytes,
-            transfer_descriptors=request.transfer_descriptors,
-            num_computed_tokens=request.num_computed_here,
-            prefill_worker=self._own.worker_id,
-        )
-        sealed = Sealed(
-            request_id=request.message.request_id,
-            attempt=request.message.attempt,
-            incarnation=self._own.incarnation,
-            token_id=output.token_ids[0],
-            logprobs=None if output.logprobs is None else output.logprobs[0],
-            timings=timings,
-        )
+        sealed = answers.sealed(request, output, self._own, self._clock.monotonic())
         self._advance(request, HandoffEvent.SEAL)
         future = self._transport.notify(request.peer, msgspec.msgpack.encode(sealed))
-        future.add_done_callback(lambda done: self._post(lambda: self._seal_done(request, timings, done)))
+        future.add_done_callback(
+            lambda done: self._post(lambda: self._seal_done(request, sealed.timings, done))
+        )
 
     def _seal_done(self, request: PrefillRequest, timings: RequestTimings, future: Future[None]) -> None:
         if request.engine_id not in self._requests:
@@ -382,13 +381,20 @@ class PrefillWorker:
         self._engine.run(lambda engine: engine.release(request.engine_id))
 
     def _advance(
-        self, request: PrefillRequest, event: HandoffEvent, *, num_bytes: int = 0, reason: str = ""
+        self,
+        request: PrefillRequest,
+        event: HandoffEvent,
+        *,
+        num_landed_blocks: int = 0,
+        num_bytes: int = 0,
+        reason: str = "",
     ) -> None:
         self.ledger.transition(
             request.message.request_id,
             request.message.attempt,
             event,
             self._clock.unix(),
+            num_landed_blocks=num_landed_blocks,
             num_bytes=num_bytes,
             reason=reason,
         )

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api import health
 from router.api.chat import chat_completions
-from router.api.cluster import cluster_state
+from router.api.cluster import cluster_state, drain_worker
 from router.api.completions import completions
 from router.api.errors import ApiError, ClientDisconnectedError, internal_error, overloaded
 from router.api.models import get_model, list_models
@@ -57,6 +57,10 @@ def create_app(services: RouterServices) -> FastAPI:
     @app.get("/cluster")
     async def get_cluster() -> dict[str, Any]:
         return cluster_state(services)
+
+    @app.post("/cluster/workers/{worker}/drain", status_code=202)
+    async def post_drain(worker: str) -> dict[str, Any]:
+        return drain_worker(services, worker)
 
     @app.get("/health")
     async def get_health() -> dict[str, Any]:

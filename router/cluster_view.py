@@ -15,7 +15,8 @@ from router.worker_view import Connection, WorkerView
 
 logger = logging.getLogger(__name__)
 
-Connect = Callable[[WorkerRecord, Callable[[Envelope], None]], Connection]
+# (worker, what takes its messages, what is called when an established connection breaks)
+Connect = Callable[[WorkerRecord, Callable[[Envelope], None], Callable[[], None]], Connection]
 
 
 class WorkerUnreachableError(Exception):
@@ -36,8 +37,8 @@ class ClusterView:
     A worker is identified by id and incarnation. When a new incarnation registers, everything about the old
     one is forgotten, and its later messages are dropped and counted.
 
-    ``on_tokens(worker, batch)`` gets the workers' outputs, ``on_worker_lost(worker)`` is called once for each
-    incarnation that leaves, ``on_dropped(reason)`` for each message that is ignored.
+    ``on_tokens(worker, batch)`` gets the workers' outputs, ``on_worker_lost(worker)`` is called when a worker
+    has left or its connection broke, ``on_dropped(reason)`` for each message that is ignored.
     """
 
     def __init__(
@@ -114,6 +115,11 @@ class ClusterView:
         for worker in self._workers.values():
             self._subscribe(worker)
 
+    def suspect_all(self) -> None:
+        """This router stood still for so long that the workers may have given it up, and its requests."""
+        for worker in list(self._workers.values()):
+            self._disconnected(worker.record)
+
     def close(self) -> None:
         """Drop all connections. Requests still on them are not reported as lost."""
         for worker in self._workers.values():
@@ -159,6 +165,9 @@ class ClusterView:
             old = envelope.incarnation < view.record.incarnation
             self._on_dropped("old_incarnation" if old else "unknown_incarnation")
             return
+        if not view.is_reachable:
+            logger.info("worker %s is reachable again", envelope.sender)
+            view.is_reachable = True
         message = envelope.message
         if isinstance(message, TokenBatch):
             self._on_tokens(envelope.sender, message)
@@ -195,11 +204,20 @@ class ClusterView:
             logger.warning("cannot subscribe to %s: %s", view.record.id, error)
 
     def _add(self, record: WorkerRecord) -> None:
-        connection = self._connect(record, self.on_message)
+        connection = self._connect(record, self.on_message, lambda: self._disconnected(record))
         view = WorkerView(record, connection)
         self._workers[record.id] = view
         logger.info("worker %s (%s, incarnation %d) joined", record.id, record.role, record.incarnation)
         self._subscribe(view)
+
+    def _disconnected(self, record: WorkerRecord) -> None:
+        view = self._workers.get(record.id)
+        if view is None or view.record.incarnation != record.incarnation or not view.is_reachable:
+            return
+        logger.warning("worker %s is unreachable", record.id)
+        view.is_reachable = False
+        view.kv_sequence = None  # events may be lost: the next renewal asks for the whole cache
+        self._on_worker_lost(record.id)
 
     def _remove(self, name: str, why: str) -> None:
         view = self._workers.pop(name)

@@ -2,9 +2,15 @@
 
 The life of a sequence: ``start`` plans it and sends ``Generate``; outputs of its current attempt are queued
 for the consumer; it leaves the in-flight table with its last output, a failure, or a cancel. If its worker
-is lost, or fails in a way another one may not, it moves: it is dispatched again under ``attempt + 1`` with
-the tokens generated so far, and goes on after them, with the same seed. Later outputs of the old attempt are
-dropped. If no worker is there to take it, it waits for one for a bounded time.
+is lost or unreachable, or fails in a way another one may not, it moves: it is dispatched again under
+``attempt + 1`` with the tokens generated so far, and goes on after them, with the same seed. Later outputs of
+the old attempt are dropped, and it is cancelled where it still runs. If its prefill worker failed, what has
+landed on the decode worker counts as cached there, and another one, or the decode worker itself, computes the
+rest. If no worker is there to take a sequence, it waits for one for a bounded time.
+
+What is built up along a sequence's tokens has two homes. The detokenizer, stop strings and parsers live in
+this router and outlive the worker. What the sampler needs (penalties; grammars, where there are any) is built
+up anew by the next worker, from the tokens that ``Generate`` brings.
 """
 
 from __future__ import annotations
@@ -13,10 +19,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from cluster.messages import Cancel, Generate, RequestError, TokenBatch, TokenOutput
+from cluster.recent_keys import RecentKeys
 from router.cluster_view import ClusterView, WorkerUnreachableError
 from router.in_flight import Generation, InFlightRequest, InFlightTable, SequenceRequest
 from router.metrics import RouterMetrics
@@ -31,6 +39,19 @@ RECOVERY_WAIT_S = 30.0  # how long a request whose worker was lost waits for ano
 _RECOVERY_POLL_S = 0.2
 
 
+class Timer(Protocol):
+    """Something that will happen, unless it is cancelled."""
+
+    def cancel(self) -> None:
+        """Harmless if it has happened."""
+        ...
+
+
+def call_later(delay_s: float, function: Callable[[], None]) -> Timer:
+    """Run ``function`` in the running event loop after ``delay_s`` seconds."""
+    return asyncio.get_running_loop().call_later(delay_s, function)
+
+
 class Dispatcher:
     """Owns the in-flight table. All methods run in the event loop."""
 
@@ -40,14 +61,18 @@ class Dispatcher:
         settings: PolicySettings,
         metrics: RouterMetrics,
         clock: Callable[[], float] = time.time,
+        timer: Callable[[float, Callable[[], None]], Timer] = call_later,
     ) -> None:
+        """``clock`` gives unix seconds; ``timer(delay in s, function)`` runs a function later."""
         self.in_flight = InFlightTable()
         self._view = view
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
-        self._timers: dict[Generation, asyncio.TimerHandle] = {}
-        self._parked: dict[InFlightRequest, asyncio.TimerHandle] = {}  # no worker for them now
+        self._timer = timer
+        self._timers: dict[Generation, Timer] = {}
+        self._parked: dict[InFlightRequest, Timer] = {}  # no worker for them now
+        self._told_to_stop: RecentKeys[tuple[str, int]] = RecentKeys()  # (request id, attempt)
 
     def start(self, requests: Sequence[SequenceRequest], timeout_ms: float) -> Generation:
         """Dispatch the sequences of one API request. The caller must ``close`` the generation.
@@ -69,8 +94,8 @@ class Dispatcher:
         except NoWorkerError:
             self.close(generation, "no_worker")
             raise
-        self._timers[generation] = asyncio.get_running_loop().call_later(
-            timeout_ms / 1000, self._expire, generation, timeout_ms
+        self._timers[generation] = self._timer(
+            timeout_ms / 1000, lambda: self._expire(generation, timeout_ms)
         )
         return generation
 
@@ -100,17 +125,18 @@ class Dispatcher:
         for output in batch.outputs:
             entry = self.in_flight.get(output.request_id)
             if entry is None:
-                self._metrics.message_dropped("finished_request")
+                self._drop(worker, output, "finished_request")
             elif output.attempt != entry.attempt:
-                self._metrics.message_dropped("old_attempt")
+                self._drop(worker, output, "old_attempt")
             elif entry.plan is None or entry.plan.decode_worker != worker:
-                self._metrics.message_dropped("wrong_worker")
+                self._drop(worker, output, "wrong_worker")
             else:
                 self._take(entry, output)
 
     def on_worker_lost(self, worker: str) -> None:
-        """Re-dispatch or fail what was running on a worker that left."""
+        """Move what was running on a worker that left or is unreachable."""
         for entry in self.in_flight.on_worker(worker):
+            self._send_cancel(worker, entry.request_id, entry.attempt, "moved")  # should it come back
             self._retry(
                 entry,
                 RequestError(
@@ -119,6 +145,13 @@ class Dispatcher:
                     retryable=True,
                 ),
             )
+
+    def _drop(self, worker: str, output: TokenOutput, reason: str) -> None:
+        """Ignore an output that nobody waits for. A worker that does not know that is told, once."""
+        self._metrics.message_dropped(reason)
+        key = (output.request_id, output.attempt)
+        if output.finish_reason is None and key not in self._told_to_stop:
+            self._send_cancel(worker, *key, reason)
 
     def _take(self, entry: InFlightRequest, output: TokenOutput) -> None:
         if output.error is not None or output.finish_reason in ("error", "abort"):
@@ -137,6 +170,9 @@ class Dispatcher:
             # It was moved. What the client is told of the first token is how it really came.
             output = msgspec.structs.replace(output, timings=None)
         entry.output_token_ids.extend(output.token_ids)
+        if entry.lost_at:
+            self._metrics.recovered(entry.lost_for, self._clock() - entry.lost_at)
+            entry.lost_at = 0.0
         if output.finish_reason is not None:
             self._finish(entry)
         entry.generation.push(entry.index, output)
@@ -148,9 +184,12 @@ class Dispatcher:
         if entry.attempt + 1 >= MAX_ATTEMPTS:
             self._fail(entry, error)
             return
-        entry.excluded_workers |= {entry.plan.decode_worker}
+        entry.excluded_workers |= {error.worker or entry.plan.decode_worker}
+        entry.num_failed_prefills += error.code == "prefill_failed"
         entry.attempt += 1
-        self._metrics.redispatched(error.code)
+        if not entry.lost_at:
+            entry.lost_at, entry.lost_for = self._clock(), error.code
+        self._metrics.redispatched(error.code, is_migration=bool(entry.output_token_ids))
         logger.info(
             "request %s: attempt %d after %s, with %d tokens generated",
             entry.request_id,
@@ -169,9 +208,7 @@ class Dispatcher:
             self._fail(entry, error)
             return
         entry.excluded_workers = frozenset()
-        self._parked[entry] = asyncio.get_running_loop().call_later(
-            _RECOVERY_POLL_S, self._unpark, entry, error, give_up_at
-        )
+        self._parked[entry] = self._timer(_RECOVERY_POLL_S, lambda: self._unpark(entry, error, give_up_at))
 
     def _unpark(self, entry: InFlightRequest, error: RequestError, give_up_at: float) -> None:
         del self._parked[entry]
@@ -191,6 +228,7 @@ class Dispatcher:
                     num_output_tokens=len(entry.output_token_ids),
                     max_tokens=request.sampling.max_tokens,
                     excluded_workers=entry.excluded_workers,
+                    num_failed_prefills=entry.num_failed_prefills,
                 ),
                 decode,
                 prefill,
@@ -262,17 +300,14 @@ class Dispatcher:
         self._finish(entry)
         entry.generation.unfinished.discard(entry.index)
         self._metrics.cancelled(reason)
+        self._send_cancel(entry.plan.decode_worker, entry.request_id, entry.attempt, reason)
+
+    def _send_cancel(self, worker: str, request_id: str, attempt: int, reason: str) -> None:
+        self._told_to_stop.add((request_id, attempt))
         try:
-            self._view.send(
-                entry.plan.decode_worker,
-                Cancel(request_id=entry.request_id, attempt=entry.attempt, reason=reason),
-            )
+            self._view.send(worker, Cancel(request_id=request_id, attempt=attempt, reason=reason))
         except WorkerUnreachableError:
-            logger.warning(
-                "request %s: cannot cancel on %s, its deadline will",
-                entry.request_id,
-                entry.plan.decode_worker,
-            )
+            logger.info("request %s: cannot cancel on %s, its deadline will", request_id, worker)
 
     def _fail(self, entry: InFlightRequest, error: RequestError) -> None:
         entry.generation.fail(entry.index, entry.request_id, entry.attempt, error)

@@ -36,6 +36,9 @@ class InFlightRequest:
     plan: Plan | None = None
     decode_incarnation: int = 0  # of the worker it was sent to
     excluded_workers: frozenset[str] = frozenset()
+    num_failed_prefills: int = 0
+    lost_at: float = 0.0  # unix seconds: when it lost its worker; 0 while it has one that answers
+    lost_for: str = ""  # the error's code
     output_token_ids: list[int] = field(default_factory=list)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from cluster.members import RouterRecord
 from cluster.registry import Registry, RegistryUnavailableError
@@ -19,19 +20,37 @@ class Membership:
     """A router's place in the registry. The registry may come later than the router, and may go away."""
 
     def __init__(
-        self, registry: Registry, record: RouterRecord, view: ClusterView, *, heartbeat_s: float
+        self,
+        registry: Registry,
+        record: RouterRecord,
+        view: ClusterView,
+        *,
+        heartbeat_s: float,
+        max_stall_s: float,
+        max_registry_outage_s: float,
     ) -> None:
+        """After a standstill of ``max_stall_s`` the workers may have given this router up.
+
+        Without the registry, what is known of the members is good for ``max_registry_outage_s``.
+        """
         self._registry = registry
         self._record = record
         self._view = view
         self._heartbeat_s = heartbeat_s
+        self._max_stall_s = max_stall_s
+        self._max_registry_outage_s = max_registry_outage_s
         self._has_members = False
         self._problem = ""
 
     @property
     def problem(self) -> str:
-        """Why the router does not know the cluster's members yet; "" once it does."""
-        return "" if self._has_members else self._problem or "the members of the cluster are not known yet"
+        """Why the router does not know the cluster's members; "" while it does."""
+        if not self._has_members:
+            return self._problem or "the members of the cluster are not known yet"
+        outage_s = self._registry.seconds_since_contact
+        if outage_s > self._max_registry_outage_s:
+            return f"the registry has not answered for {outage_s:.0f} s"
+        return ""
 
     async def run(self) -> None:
         """Register, follow the members and renew subscriptions; ends only by cancellation or an error.
@@ -71,6 +90,12 @@ class Membership:
                 logger.exception("taking over the list of members failed")
 
     async def _renew_subscriptions(self) -> None:
+        last = time.monotonic()
         while True:
             await asyncio.sleep(self._heartbeat_s)
+            now = time.monotonic()
+            if now - last > self._heartbeat_s + self._max_stall_s:
+                logger.warning("this router stood still for %.1f s: its requests start anew", now - last)
+                self._view.suspect_all()
+            last = now
             self._view.heartbeat()

@@ -86,7 +86,17 @@ class RouterMetrics:
             prefix + "dropped_messages_total", "Messages from workers ignored", ["reason"], registry=registry
         )
         self.redispatches = Counter(
-            prefix + "redispatches_total", "Second attempts by cause", ["reason"], registry=registry
+            prefix + "redispatches_total",
+            "Further attempts by cause and kind: a retry starts over, a migration goes on after tokens",
+            ["reason", "kind"],
+            registry=registry,
+        )
+        self.recovery_time = Histogram(
+            prefix + "recovery_seconds",
+            "From the loss of a sequence's worker to its next token, by cause",
+            ["reason"],
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
         )
         self.cancels = Counter(
             prefix + "cancels_total", "Sequences cancelled on workers", ["reason"], registry=registry
@@ -111,9 +121,13 @@ class RouterMetrics:
         """Count a message that was ignored."""
         self.dropped.labels(reason).inc()
 
-    def redispatched(self, reason: str) -> None:
-        """Count a second attempt."""
-        self.redispatches.labels(reason).inc()
+    def redispatched(self, reason: str, *, is_migration: bool) -> None:
+        """Count a further attempt."""
+        self.redispatches.labels(reason, "migration" if is_migration else "retry").inc()
+
+    def recovered(self, reason: str, duration_s: float) -> None:
+        """A sequence that had lost its worker has tokens again."""
+        self.recovery_time.labels(reason).observe(duration_s)
 
     def cancelled(self, reason: str) -> None:
         """Count a cancel that was sent."""

@@ -128,6 +128,8 @@ class RouterProcess:
             self.record,
             self.services.view,
             heartbeat_s=self._config.registry.heartbeat_ms / 1000,
+            max_stall_s=self._config.registry.max_stall_s,
+            max_registry_outage_s=self._config.registry.max_outage_ms / 1000,
         )
         self.services.registry_problem = lambda: membership.problem
         serving = asyncio.create_task(server.serve(), name="http server")
@@ -154,9 +156,18 @@ class RouterProcess:
         self._num_signals += 1
         self._signalled.set()
 
-    def _connect(self, record: WorkerRecord, on_message: Callable[[Envelope], None]) -> RpcConnection:
+    def _connect(
+        self,
+        record: WorkerRecord,
+        on_message: Callable[[Envelope], None],
+        on_disconnected: Callable[[], None],
+    ) -> RpcConnection:
         return RpcConnection(
-            record.address, sender=self.record.id, incarnation=self._incarnation, on_message=on_message
+            record.address,
+            sender=self.record.id,
+            incarnation=self._incarnation,
+            on_message=on_message,
+            on_disconnected=on_disconnected,
         )
 
     async def _until_stopped(

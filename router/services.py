@@ -51,8 +51,9 @@ class RouterServices:
             raise model_not_found(name, [self.model_name])
         if self.is_draining:
             raise no_worker("The router is shutting down.")
-        if self.is_draining:
-            raise no_worker("The router is shutting down.")
+        problem = self.registry_problem()
+        if problem and self.view.workers:
+            raise no_worker(f"The view of the cluster is too old: {problem}.")
         workers = [worker for worker in self.view.decode_workers(name) if worker.is_ready]
         if not workers:
             raise no_worker(
@@ -73,14 +74,14 @@ class RouterServices:
         """Why this router cannot serve; empty if it can."""
         if self.is_draining:
             return ["the router is shutting down"]
+        problem = self.registry_problem()
+        if problem:
+            return [problem]
         decode = self.view.decode_workers(self.model_name)
         if any(worker.is_ready for worker in decode):
             return []
         if not decode:
             others = [name for name in self.view.models(ready=False) if name != self.model_name]
-            problem = self.registry_problem()
-            if problem:
-                return [problem]
             reasons = [f"no decode worker for {self.model_name!r} is registered"]
             if others:
                 reasons.append(f"registered decode workers serve {', '.join(map(repr, others))}")
@@ -88,7 +89,7 @@ class RouterServices:
             return reasons
         return [
             f"decode worker {worker.record.id} "
-            + (f"is {worker.load.state}" if worker.load else "has not reported its load yet")
+            + ("has not reported its load yet" if worker.load is None else f"is {worker.state}")
             for worker in decode
         ]
 

@@ -37,6 +37,7 @@ class WorkerView:
         self.group: HashGroup = hash_group(record)
         self.load: LoadReport | None = None
         self.kv_sequence: int | None = None  # of the last KV event applied; None until a snapshot came
+        self.is_reachable = True  # until the connection breaks, and again with the next message
         self.peers: frozenset[str] = frozenset()  # compatible prefill workers, if this is a decode worker
         self._requests: set[Dispatched] = set()
         self._prefills: dict[Dispatched, int] = {}  # uncached prompt tokens
@@ -46,7 +47,14 @@ class WorkerView:
     @property
     def is_ready(self) -> bool:
         """Whether it said that it takes requests."""
-        return self.load is not None and self.load.state == "ready"
+        return self.state == "ready"
+
+    @property
+    def state(self) -> str:
+        """What it said of itself (``starting`` until it did), or ``unreachable``."""
+        if not self.is_reachable:
+            return "unreachable"
+        return self.load.state if self.load is not None else "starting"
 
     @property
     def num_in_flight(self) -> int:
@@ -101,4 +109,5 @@ class WorkerView:
             max_model_len=self.record.model.max_model_len,
             cached_tokens=cached_tokens,
             peers=self.peers,
+            is_reachable=self.is_reachable,
         )

@@ -226,13 +226,13 @@ class KvCacheManager:
     def quarantine(self, request_id: str) -> None:
         """The sequence is gone, but a peer may still write into its blocks: none is reused for now.
 
-        The cached prefix, into which no peer writes, is freed at once.
+        Those in the prefix cache, found there or landed, into which no peer writes any more, are freed.
         """
         allocation = self._allocations[request_id]
-        num_cached = allocation.num_cached
-        self._pool.free(reversed(allocation.block_ids[:num_cached]))
+        num_safe = allocation.num_registered
+        self._pool.free(reversed(allocation.block_ids[:num_safe]))
         self._allocations[request_id] = _Allocation(
-            block_ids=allocation.block_ids[num_cached:],
+            block_ids=allocation.block_ids[num_safe:],
             num_registered=0,
             num_cached=0,
             owner=_Owner.QUARANTINED,

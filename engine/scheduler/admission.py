@@ -32,6 +32,15 @@ class Admission:
             return sequence.num_uncomputed_tokens
         return sequence.num_tokens - self._kv_cache.refresh_cache_hit_hint(sequence)
 
+    def num_prefill_tokens(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> int:
+        """Tokens still to be computed here as prompt. What a peer computes does not count."""
+        started = sum(
+            sequence.num_uncomputed_tokens for sequence in running if sequence.num_uncomputed_tokens > 1
+        )
+        return started + sum(
+            self.num_remaining_tokens(sequence) for sequence in waiting if not sequence.remote_prefill
+        )
+
     def allocate_prompt(self, sequence: Sequence, num_admitted: int) -> bool:
         """Gives a waiting sequence blocks for all its tokens, cached ones first. False if it must wait.
 

@@ -8,6 +8,7 @@ Life of a request:
     add_request -> WAITING -> WAITING_FOR_REMOTE_KVS -> RUNNING (activate)
                       ^              |
                       +--------------+ fail_remote           computed here, in the blocks reserved before
+                                     +-> FINISHED_ERROR      give_up_remote: the router plans it anew
 
 Why nothing waits for ever. A prompt gets all its blocks at once when it is admitted, so only decodes grow,
 and a decode that cannot grow preempts the youngest running sequence, in the end itself: the oldest one
@@ -28,16 +29,10 @@ from engine.scheduler.errors import QueueFullError, RequestStateError
 from engine.scheduler.output import QueueCounts, SchedulerOutput, SchedulerUpdate
 from engine.scheduler.queues import SequenceQueues
 from engine.scheduler.request_limits import check_request
+from engine.scheduler.sequence_outputs import FINISH_REASONS, error_output, token_output
 from engine.scheduler.stop_conditions import check_stop
 from engine.sequence import SampledToken, Sequence, SequenceStatus
 from engine.step_result import NewRequest, PrefillProgress, Reservation, SequenceOutput
-
-_FINISH_REASONS: dict[SequenceStatus, FinishReason] = {
-    SequenceStatus.FINISHED_STOPPED: "stop",
-    SequenceStatus.FINISHED_LENGTH_CAPPED: "length",
-    SequenceStatus.FINISHED_ABORTED: "abort",
-    SequenceStatus.FINISHED_ERROR: "error",
-}
 
 
 class Scheduler:
@@ -141,21 +136,26 @@ class Scheduler:
         The first ``num_landed_tokens`` positions (those cached here before included) already hold valid KV.
         Raises RequestStateError unless the request waits for remote KV, ValueError on an impossible number.
         """
-        sequence = self._queues.reserved_sequence(request_id)
-        if not 0 <= num_landed_tokens <= sequence.num_tokens:
-            raise ValueError(
-                f"num_landed_tokens of request {request_id} is {num_landed_tokens},"
-                f" must be from 0 to its {sequence.num_tokens} tokens"
-            )
-        # The last token is computed in any case: its logits are needed.
-        landed = min(num_landed_tokens, sequence.num_tokens - 1)
-        sequence.num_computed_tokens = max(sequence.num_computed_tokens, landed)
-        sequence.num_prompt_tokens_counted = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        sequence = self._take_landed(request_id, num_landed_tokens)
         self.kv_cache.remote_writer_done(request_id)
-        self.kv_cache.register_computed(sequence)
         sequence.remote_prefill = False
         sequence.status = SequenceStatus.WAITING
         self._queues.waiting[request_id] = self._queues.reserved.pop(request_id)
+
+    def give_up_remote(
+        self, request_id: str, num_landed_tokens: int, error: str, *, quarantine: bool
+    ) -> SequenceOutput:
+        """The peer failed: the request ends with ``error``. What has landed goes into the prefix cache.
+
+        With ``quarantine`` the other blocks are kept out of reuse until ``release_quarantined``, as the peer
+        may still write into them. Raises as ``fail_remote`` does.
+        """
+        sequence = self._take_landed(request_id, num_landed_tokens)
+        if quarantine:
+            self._queues.forget(sequence, SequenceStatus.FINISHED_ERROR)
+            self.kv_cache.quarantine(request_id)
+            return error_output(sequence, error)
+        return self._finish_with_error(sequence, error)
 
     def get(self, request_id: str) -> Sequence | None:
         """The unfinished request of that id."""
@@ -168,16 +168,13 @@ class Scheduler:
 
     def counts(self) -> QueueCounts:
         """Lengths of the queues, and totals."""
-        uncached = 0
-        for sequence in self._queues.running.values():
-            uncached += sequence.num_uncomputed_tokens if sequence.num_uncomputed_tokens > 1 else 0
-        for sequence in self._queues.waiting.values():
-            uncached += 0 if sequence.remote_prefill else self._admission.num_remaining_tokens(sequence)
         return QueueCounts(
             running=len(self._queues.running),
             waiting=len(self._queues.waiting),
             waiting_for_remote_kv=len(self._queues.reserved),
-            waiting_prefill_tokens=uncached,
+            waiting_prefill_tokens=self._admission.num_prefill_tokens(
+                self._queues.running.values(), self._queues.waiting.values()
+            ),
             num_preemptions=self._num_preemptions,
             prompt_tokens_total=self._prompt_tokens_total,
             generation_tokens_total=self._generation_tokens_total,
@@ -361,29 +358,36 @@ class Scheduler:
         stop = check_stop(sequence, self._eos_token_ids, self.max_model_len)
         finish_reason: FinishReason | None = None
         if stop is not None:
-            finish_reason = _FINISH_REASONS[stop.status]
+            finish_reason = FINISH_REASONS[stop.status]
             self._finish(sequence, stop.status)
         elif sequence.prefill_only:
             finish_reason = "length"
             self._finish(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
-        return SequenceOutput(
-            request_id=sequence.request_id,
-            token_ids=(token.token_id,),
-            logprobs=None if token.logprobs is None else (token.logprobs,),
+        return token_output(
+            sequence,
+            token,
             finish_reason=finish_reason,
             stop_reason=stop.stop_reason if stop else None,
-            num_cached_tokens=sequence.num_cached_tokens or 0,
         )
+
+    def _take_landed(self, request_id: str, num_landed_tokens: int) -> Sequence:
+        """Takes in what a peer wrote into a reserved sequence's blocks before it failed."""
+        sequence = self._queues.reserved_sequence(request_id)
+        if not 0 <= num_landed_tokens <= sequence.num_tokens:
+            raise ValueError(
+                f"num_landed_tokens of request {request_id} is {num_landed_tokens},"
+                f" must be from 0 to its {sequence.num_tokens} tokens"
+            )
+        # The last token is computed in any case: its logits are needed.
+        landed = min(num_landed_tokens, sequence.num_tokens - 1)
+        sequence.num_computed_tokens = max(sequence.num_computed_tokens, landed)
+        sequence.num_prompt_tokens_counted = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        self.kv_cache.register_computed(sequence)
+        return sequence
 
     def _finish_with_error(self, sequence: Sequence, error: str) -> SequenceOutput:
         self._finish(sequence, SequenceStatus.FINISHED_ERROR)
-        return SequenceOutput(
-            request_id=sequence.request_id,
-            token_ids=(),
-            finish_reason="error",
-            error=error,
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-        )
+        return error_output(sequence, error)
 
     def _finish(self, sequence: Sequence, status: SequenceStatus) -> None:
         self._queues.forget(sequence, status)

@@ -34,6 +34,7 @@ class PolicySettings:
     local_prefill_max_tokens: int  # uncached prompts up to this length are prefilled by the decode worker
     overload_factor: float = 2.0
     overload_slack: int = 4  # requests
+    max_failed_prefills: int = 2  # after so many the decode worker prefills the request itself
 
 
 def choose_workers(
@@ -59,6 +60,15 @@ def choose_workers(
             decode_worker=decode.id,
             prefill_worker=None,
             reason=reason,
+            cached_tokens=cached,
+            uncached_tokens=uncached,
+            candidates=decode_rows,
+        )
+    if request.num_failed_prefills >= settings.max_failed_prefills:
+        return Plan(
+            decode_worker=decode.id,
+            prefill_worker=None,
+            reason=f"local prefill: {request.num_failed_prefills} prefill workers have failed this request",
             cached_tokens=cached,
             uncached_tokens=uncached,
             candidates=decode_rows,
@@ -156,6 +166,8 @@ def _choose_prefill_worker(
 
 def _why_not(request: RequestSnapshot, worker: WorkerSnapshot) -> str:
     """Why this worker cannot take the request at all; "" if it can."""
+    if not worker.is_reachable:
+        return "is unreachable"
     if worker.state != "ready":
         return f"is {worker.state}"
     if worker.id in request.excluded_workers:

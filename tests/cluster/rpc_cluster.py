@@ -49,14 +49,22 @@ class Client:
 
     def __init__(self, address: str, sender: str = "router", incarnation: int = 1) -> None:
         self.envelopes: list[Envelope] = []
+        self.num_disconnections = 0
         self.react: Callable[[Envelope], None] = lambda envelope: None
         self.connection = RpcConnection(
-            address, sender=sender, incarnation=incarnation, on_message=self._receive
+            address,
+            sender=sender,
+            incarnation=incarnation,
+            on_message=self._receive,
+            on_disconnected=self._disconnected,
         )
 
     def _receive(self, envelope: Envelope) -> None:
         self.envelopes.append(envelope)
         self.react(envelope)
+
+    def _disconnected(self) -> None:
+        self.num_disconnections += 1
 
     @property
     def messages(self) -> list[Message]:

@@ -90,6 +90,8 @@ class Harness:
         self.messages: list[tuple[str, int, Message]] = []
         self.members: list[Members] = []
         self.lost: list[tuple[str, int]] = []
+        self.answer_to_the_lost: Message | None = None  # sent to a router when its loss is told
+        self.num_drains = 0
         self.members_error: Exception | None = None
         self.routers: list[Router] = []
         self.address = ""
@@ -101,8 +103,17 @@ class Harness:
             clock=self.clock,
             on_message=lambda *message: self.messages.append(message),
             on_members=self._take_members,
-            on_router_lost=lambda *router: self.lost.append(router),
+            on_router_lost=self._lose,
+            on_drain=self._drain,
         )
+
+    def _lose(self, router: str, incarnation: int) -> None:
+        self.lost.append((router, incarnation))
+        if self.answer_to_the_lost is not None:
+            assert self.shell.send(router, self.answer_to_the_lost)
+
+    def _drain(self) -> None:
+        self.num_drains += 1
 
     def _take_members(self, members: Members) -> None:
         self.members.append(members)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,6 +69,15 @@ def test_the_file_may_be_named_in_the_environment(tmp_path: Path, monkeypatch: p
         ("registry: {lease_ms: 1000, heartbeat_ms: 900}", ["lease_ms", "900"]),
         ("engine: {max_num_batched_tokens: 8}", ["max_num_batched_tokens", "max_num_seqs"]),
         ("engine: {max_num_seqs: yes}", ["engine.max_num_seqs", "True", "integer"]),
+        ("engine: {max_num_waiting: 0}", ["engine.max_num_waiting", "0", "at least 1"]),
+        ("engine: {step_timeout_ms: 0}", ["engine.step_timeout_ms", "0", "1 to 86400000"]),
+        ("engine: {step_timeout_ms: on}", ["engine.step_timeout_ms", "True", "1 to 86400000"]),
+        ("engine: {step_timeout_ms: off}", ["engine.step_timeout_ms", "False", "1 to 86400000"]),
+        ("registry: {max_outage_ms: -1}", ["registry.max_outage_ms", "-1", "1 to 86400000"]),
+        ("kv_transfer: {verify: true}", ["kv_transfer.verify", "True", "off, sampled, all"]),
+        ("kv_transfer: {verify: on}", ["kv_transfer.verify", "True", "off, sampled, all"]),
+        ("kv_transfer: {verify: some}", ["kv_transfer.verify", "'some'", "off, sampled, all"]),
+        ("kv_transfer: {transport: off}", ["kv_transfer.transport", "False", "nixl"]),
         ("engine: [1, 2]", ["engine"]),
         ("engine: {block_size: 16, block_size: 32}", ["block_size"]),
         ("{", ["leadout.yaml"]),
@@ -97,6 +107,59 @@ def test_a_missing_file_is_an_error() -> None:
         load_config(file=Path("/no/such.yaml"))
 
 
+# --- words that YAML takes for booleans --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "mode"),
+    [("off", "off"), ("'off'", "off"), ("OFF", "off"), ("sampled", "sampled"), ("ALL", "all")],
+)
+def test_verify_in_a_file(tmp_path: Path, word: str, mode: str) -> None:
+    assert load_config(file=write(tmp_path, f"kv_transfer: {{verify: {word}}}")).kv_transfer.verify == mode
+
+
+@pytest.mark.parametrize(("word", "mode"), [("off", "off"), ("Off", "off"), ("ALL", "all")])
+def test_verify_in_the_environment(monkeypatch: pytest.MonkeyPatch, word: str, mode: str) -> None:
+    monkeypatch.setenv("LEADOUT_KV_TRANSFER__VERIFY", word)
+    assert load_config().kv_transfer.verify == mode
+
+
+def test_verify_on_the_command_line() -> None:
+    """``--set kv_transfer.verify=off``: its value is read as YAML."""
+    overrides = {"kv_transfer": {"verify": yaml.safe_load("off")}}
+    assert overrides["kv_transfer"]["verify"] is False, "else this shows nothing"
+    assert load_config(overrides=overrides).kv_transfer.verify == "off"
+    assert load_config(overrides={"kv_transfer": {"verify": "ALL"}}).kv_transfer.verify == "all"
+
+
+# --- defaults and what follows from settings ---------------------------------------------------------------
+
+
+def test_defaults_of_the_bounds() -> None:
+    config = load_config()
+    assert config.kv_transfer.verify == "sampled"
+    assert config.engine.max_num_waiting == 4096
+    assert config.engine.step_timeout_ms == 300_000
+    assert config.registry.max_outage_ms == 600_000
+
+
+@pytest.mark.parametrize(
+    ("lease_ms", "heartbeat_ms", "max_stall_s"),
+    [
+        (5000, 1000, 3.0),  # the record was renewed a heartbeat ago, and its renewal takes time as well
+        (4000, 1000, 2.0),
+        (2000, 1000, 1.0),  # never less than a heartbeat: that much is normal
+        (2500, 1000, 1.0),
+    ],
+)
+def test_how_long_a_process_may_stand_still(lease_ms: int, heartbeat_ms: int, max_stall_s: float) -> None:
+    registry = RegistryConfig(lease_ms=lease_ms, heartbeat_ms=heartbeat_ms)
+    assert registry.max_stall_s == max_stall_s
+
+
+# --- a configuration for another process -------------------------------------------------------------------
+
+
 milliseconds = st.integers(2000, 86_400_000)
 configs = st.builds(
     LeadoutConfig,
@@ -113,11 +176,20 @@ configs = st.builds(
         max_num_batched_tokens=st.integers(256, 10**5),
         ageing_tokens_per_second=st.floats(0, 1e6),
         prefix_caching=st.booleans(),
+        max_num_waiting=st.integers(1, 10**6),
+        step_timeout_ms=milliseconds,
     ),
     kv_transfer=st.builds(
-        KvTransferConfig, backends=st.lists(st.sampled_from(["UCX", "GDS"]), min_size=1, max_size=2)
+        KvTransferConfig,
+        backends=st.lists(st.sampled_from(["UCX", "GDS"]), min_size=1, max_size=2),
+        verify=st.sampled_from(["off", "sampled", "all"]),
     ),
-    registry=st.builds(RegistryConfig, heartbeat_ms=st.integers(10, 1000), lease_ms=milliseconds),
+    registry=st.builds(
+        RegistryConfig,
+        heartbeat_ms=st.integers(10, 1000),
+        lease_ms=milliseconds,
+        max_outage_ms=milliseconds,
+    ),
     router=st.builds(RouterConfig, port=st.integers(0, 65535), max_request_body=st.integers(1, 2**31)),
     worker=st.builds(WorkerConfig, id=st.none() | st.just("w-1"), metrics_port=st.integers(-1, 65535)),
     local=st.builds(LocalConfig, prefill=st.integers(0, 64)),

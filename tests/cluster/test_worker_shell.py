@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+import zmq
 
 from cluster import worker_shell
 from cluster.members import LoadReport
-from cluster.messages import Cancel, KvEvents, Subscribe
+from cluster.messages import Cancel, Drain, KvEvents, Subscribe
 from cluster.registry import RegistryUnavailableError
 from tests.cluster.shell_harness import LEASE_S, Harness, block, router_record, until, worker_record
 
@@ -81,7 +82,7 @@ async def test_close_ends_everything(harness: Harness) -> None:
     await harness.shell.close()
     assert harness.registry.records == []
     assert not harness.shell.send(router.name, Cancel(request_id="r", attempt=1))
-    assert harness.shell.num_undeliverable_messages == 1
+    assert harness.shell.dropped_messages["undeliverable"] == 1
     harness.shell.publish_load(LoadReport())
 
 
@@ -110,10 +111,30 @@ async def test_stale_and_undeliverable_messages_are_counted(harness: Harness) ->
     old = await harness.subscribed(incarnation=1)
     await harness.subscribed(incarnation=2)
     old.connection.send(Cancel(request_id="a", attempt=1))
-    await until(lambda: harness.shell.num_stale_messages == 1, "the stale message")
+    await until(lambda: harness.shell.dropped_messages["old_incarnation"] == 1, "the stale message")
     assert harness.messages == []
     assert not harness.shell.send("nobody", Cancel(request_id="a", attempt=1))
-    assert harness.shell.num_undeliverable_messages == 1
+    assert harness.shell.dropped_messages == {"old_incarnation": 1, "malformed": 0, "undeliverable": 1}
+
+
+async def test_malformed_messages_are_counted(harness: Harness) -> None:
+    context = zmq.Context.instance()
+    with context.socket(zmq.DEALER) as stranger:
+        stranger.connect(harness.address)
+        stranger.send(b"no message at all")
+        await until(lambda: harness.shell.dropped_messages["malformed"] == 1, "the malformed message")
+    assert harness.shell.dropped_messages == {"old_incarnation": 0, "malformed": 1, "undeliverable": 0}
+
+
+async def test_an_order_to_drain_is_the_host_s_affair(harness: Harness) -> None:
+    router = harness.router()
+    await harness.heard(router)
+    assert harness.num_drains == 0
+    router.connection.send(Drain())
+    await harness.heard(router)
+    assert harness.num_drains == 1
+    assert harness.messages == [], "the role does not get it as well"
+    await harness.subscribed("r1")  # the shell goes on: what runs is finished first
 
 
 # --- events and loads --------------------------------------------------------------------------------------
@@ -183,6 +204,26 @@ async def test_loads_go_to_subscribers_only(harness: Harness) -> None:
     assert stranger.received == []
 
 
+async def test_a_new_subscriber_is_told_the_last_load_at_once(harness: Harness) -> None:
+    """Until the next report it could plan nothing on this worker."""
+    await harness.subscribed("r1")
+    harness.shell.publish_load(LoadReport(state="starting"))
+    load = LoadReport(state="ready", running=2)
+    harness.shell.publish_load(load)
+    late = await harness.subscribed("r2")
+    await harness.arrived(late)
+    assert late.loads == [load]
+    await harness.renew(late, snapshot=True)
+    await harness.arrived(late)
+    assert late.loads == [load], "a renewal waits for the next report like everybody"
+
+
+async def test_there_is_no_load_before_the_first_report(harness: Harness) -> None:
+    router = await harness.subscribed()
+    await harness.arrived(router)
+    assert router.loads == []
+
+
 async def test_a_gone_router_does_not_keep_others_from_being_told(harness: Harness) -> None:
     gone, there = await harness.subscribed("r1"), await harness.subscribed("r2")
     gone.connection.close()
@@ -198,12 +239,14 @@ async def test_a_gone_router_does_not_keep_others_from_being_told(harness: Harne
 async def test_a_silent_unregistered_router_is_lost_after_the_lease(harness: Harness) -> None:
     router = await harness.subscribed(incarnation=4)
     harness.clock.advance(LEASE_S)
-    harness.shell.publish_load(LoadReport())
+    harness.shell.drop_lost_routers()
     assert harness.lost == [], "the lease is not over yet"
+    harness.shell.publish_load(LoadReport())
     harness.clock.advance(0.1)
-    harness.shell.publish_load(LoadReport())
-    harness.shell.publish_load(LoadReport())
+    harness.shell.drop_lost_routers()
+    harness.shell.drop_lost_routers()
     assert harness.lost == [("r0", 4)], "told once"
+    harness.shell.publish_load(LoadReport())
     harness.shell.publish_kv_events([block(1)], [])
     await harness.heard(router)
     await harness.arrived(router)
@@ -211,15 +254,37 @@ async def test_a_silent_unregistered_router_is_lost_after_the_lease(harness: Har
     assert len(router.kv_events) == 1
 
 
-async def test_a_lost_router_may_subscribe_again(harness: Harness) -> None:
+async def test_the_role_can_still_answer_a_router_when_it_hears_of_the_loss(harness: Harness) -> None:
+    """It ends the router's requests, and the router, should it live after all, must learn of that."""
+    router = await harness.subscribed()
+    harness.answer_to_the_lost = Cancel(request_id="a", attempt=1, reason="your lease is over")
+    harness.clock.advance(LEASE_S + 1)
+    harness.shell.drop_lost_routers()
+    assert harness.lost == [("r0", 1)]
+    assert not harness.shell.send("r0", Cancel(request_id="b", attempt=1)), "then the route is forgotten"
+    await until(lambda: harness.answer_to_the_lost in router.received, "the answer")
+
+
+async def test_publishing_gives_nobody_up(harness: Harness) -> None:
+    """Losses come with the tick that the host keeps, however long engine steps and reports take."""
     router = await harness.subscribed()
     harness.clock.advance(LEASE_S + 1)
     harness.shell.publish_load(LoadReport())
     harness.shell.publish_kv_events([block(1)], [])
+    await harness.arrived(router)
+    assert harness.lost == []
+    assert (len(router.loads), len(router.kv_events)) == (1, 2)
+
+
+async def test_a_lost_router_may_subscribe_again(harness: Harness) -> None:
+    router = await harness.subscribed()
+    harness.clock.advance(LEASE_S + 1)
+    harness.shell.drop_lost_routers()
+    harness.shell.publish_kv_events([block(1)], [])
     await harness.renew(router)
     await harness.arrived(router)
     assert router.kv_events[-1] == KvEvents(sequence=1, stored=[block(1)], snapshot=True)
-    harness.shell.publish_load(LoadReport())
+    harness.shell.drop_lost_routers()
     assert len(harness.lost) == 1
 
 
@@ -228,6 +293,7 @@ async def test_a_router_that_renews_is_kept(harness: Harness) -> None:
     for _ in range(4):
         harness.clock.advance(LEASE_S - 1)
         await harness.renew(router)
+        harness.shell.drop_lost_routers()
         harness.shell.publish_load(LoadReport())
     await harness.arrived(router)
     assert harness.lost == []
@@ -238,10 +304,10 @@ async def test_a_registered_router_is_kept_though_silent(harness: Harness) -> No
     await harness.subscribed()
     await harness.publish_members(router_record())
     harness.clock.advance(LEASE_S * 10)
-    harness.shell.publish_load(LoadReport())
+    harness.shell.drop_lost_routers()
     assert harness.lost == []
     await harness.publish_members()
-    harness.shell.publish_load(LoadReport())
+    harness.shell.drop_lost_routers()
     assert harness.lost == [("r0", 1)], "its registration was all that kept it"
 
 
@@ -249,7 +315,7 @@ async def test_the_registration_of_another_incarnation_keeps_nobody(harness: Har
     await harness.subscribed(incarnation=1)
     await harness.publish_members(router_record(incarnation=2), router_record("other", incarnation=1))
     harness.clock.advance(LEASE_S + 1)
-    harness.shell.publish_load(LoadReport())
+    harness.shell.drop_lost_routers()
     assert harness.lost == [("r0", 1)]
 
 
@@ -270,7 +336,8 @@ async def test_only_the_silent_one_is_lost(harness: Harness) -> None:
     active = await harness.subscribed("active")
     harness.clock.advance(LEASE_S + 1)
     await harness.renew(active)
-    harness.shell.publish_load(LoadReport())
+    harness.shell.drop_lost_routers()
     assert harness.lost == [("silent", 1)]
+    harness.shell.publish_load(LoadReport())
     await harness.arrived(active)
     assert len(active.loads) == 1

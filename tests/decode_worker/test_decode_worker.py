@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import xxhash
 
 from cluster.messages import (
     Cancel,
     Generate,
     HandoffFenced,
+    HandoffLanding,
+    HandoffProgress,
     Message,
     Prefill,
     RequestError,
@@ -19,7 +23,7 @@ from cluster.messages import (
 from decode_worker.decode_worker import DecodeWorker
 from kv_transfer.transport import Peer
 from tests.engine.prefix_runner import greedy, oracle
-from tests.simulation.world import Packet, World
+from tests.simulation.world import BLOCK_SIZE, LEASE_S, Packet, World
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 ROUTER = Peer("router-0", 1)
@@ -89,6 +93,18 @@ class Bench:
         assert isinstance(prefill, Prefill)
         self.decode.runner.write(prefill.block_ids, 0, PROMPT)
 
+    def fill_last_block(self, prefill: Prefill) -> None:
+        """What the prefill worker of a prompt with a cached prefix writes."""
+        kv, start = self.decode.runner.kv, prefill.first_block * BLOCK_SIZE
+        tail = PROMPT[start:]
+        kv[prefill.block_ids[-1], : len(tail)] = torch.tensor(tail)
+
+    def progress(self, request_id: str = "r", **fields: int) -> None:
+        landing = HandoffLanding(
+            request_id=request_id, **{"attempt": 1, "num_landed_blocks": 0, "num_bytes": 0, **fields}
+        )
+        self.arrive(self.prefill.peer, HandoffProgress(handoffs=[landing]))
+
     @property
     def free_blocks(self) -> bool:
         load = self.decode.engine.load()
@@ -140,18 +156,93 @@ def test_without_a_prefill_worker_the_prompt_is_computed_here(bench: Bench) -> N
     assert timings.num_computed_tokens == len(PROMPT)
 
 
-@pytest.mark.parametrize("how", ["refused", "gone"])
-def test_a_prefill_worker_that_fails_costs_only_time(bench: Bench, how: str) -> None:
+@pytest.mark.parametrize("how", ["refused", "gone", "broken connection", "silent"])
+def test_when_a_prefill_worker_fails_the_router_is_asked_to_plan_anew(bench: Bench, how: str) -> None:
     bench.generate()
     if how == "refused":
         error = RequestError(code="draining", message="drains", retryable=True)
         bench.arrive(bench.prefill.peer, HandoffFenced(request_id="r", attempt=1, error=error))
-    else:
+    elif how == "gone":
         bench.world.crash("prefill-0")
         bench.world.update_members()
-        bench.run()
-    assert bench.tokens() == oracle(PROMPT, greedy(4, ignore_eos=True))
+    elif how == "broken connection":
+        bench.role.remote_prefills.on_unreachable(bench.prefill.peer)
+    else:
+        bench.world.clock.advance(LEASE_S)
+        bench.role.on_tick()
+    bench.run()
+    (output,) = bench.outputs()
+    assert output.error is not None
+    assert (output.error.code, output.error.worker, output.error.retryable) == (
+        "prefill_failed",
+        "prefill-0",
+        True,
+    )
+    assert output.timings is None
+    may_still_write = how in ("broken connection", "silent")
+    assert bench.decode.engine.load().kv_blocks_quarantined == (3 if may_still_write else 0)
+    assert len(bench.sent(Cancel)) == may_still_write
+    if may_still_write:
+        bench.arrive(bench.prefill.peer, HandoffFenced(request_id="r", attempt=1))
     assert bench.free_blocks
+    assert bench.role.num_active == 0
+
+
+def test_what_has_landed_is_kept_for_the_next_attempt(bench: Bench) -> None:
+    bench.generate()
+    bench.fill()
+    bench.progress(num_landed_blocks=2)
+    bench.role.remote_prefills.on_unreachable(bench.prefill.peer)
+    bench.run()
+    assert bench.decode.engine.load().kv_blocks_quarantined == 1, "landed blocks are not written again"
+    bench.generate(attempt=2)
+    again = bench.sent(Prefill)[-1]
+    assert isinstance(again, Prefill)
+    assert (again.attempt, again.first_block, len(again.block_ids)) == (2, 2, 1)
+    bench.fill_last_block(again)
+    bench.seal(attempt=2)
+    assert bench.tokens() == oracle(PROMPT, greedy(4, ignore_eos=True))
+    bench.arrive(bench.prefill.peer, HandoffFenced(request_id="r", attempt=1))
+    assert bench.free_blocks
+
+
+def test_a_writer_that_is_heard_of_keeps_its_lease(bench: Bench) -> None:
+    bench.generate()
+    for _ in range(5):
+        bench.world.clock.advance(LEASE_S - 0.1)
+        bench.progress(num_landed_blocks=0)
+        bench.role.on_tick()
+    bench.run()
+    assert bench.outputs() == []
+    assert bench.decode.engine.load().kv_blocks_reserved == 3
+
+
+def test_a_handoff_that_only_the_prefill_worker_knows_is_cancelled(bench: Bench) -> None:
+    bench.progress(request_id="forgotten", num_landed_blocks=1)
+    assert bench.sent(Cancel) == [Cancel(request_id="forgotten", attempt=1, reason="unknown here")]
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_blocks_that_are_not_what_was_sent_are_computed_again(bench: Bench, is_right: bool) -> None:
+    bench.generate()
+    bench.fill()
+    (prefill,) = bench.sent(Prefill)
+    assert isinstance(prefill, Prefill)
+    kv = bench.decode.runner.kv
+    checksums = [
+        (index, xxhash.xxh3_64_intdigest(kv[block_id].numpy().tobytes()))
+        for index, block_id in enumerate(prefill.block_ids)
+    ]
+    if not is_right:
+        kv[prefill.block_ids[1], 2] += 1  # one wrong value on the way
+    bench.seal(checksums=checksums)
+    assert bench.tokens() == oracle(PROMPT, greedy(4, ignore_eos=True))
+    assert len(bench.decode.corrupted) == (not is_right)
+    timings = bench.outputs()[0].timings
+    assert timings is not None
+    assert timings.prefill_worker == ("prefill-0" if is_right else "")
+    assert bench.free_blocks
+    assert bench.role.num_active == 0
 
 
 @pytest.mark.parametrize("how", ["fenced", "sealed", "gone"])
@@ -177,16 +268,18 @@ def test_cancelled_blocks_stay_in_quarantine_until_the_writer_has_stopped(bench:
     assert bench.outputs() == []
 
 
-def test_what_is_not_answered_is_sent_again(bench: Bench) -> None:
+def test_a_cancel_is_repeated_until_it_is_answered(bench: Bench) -> None:
     bench.generate()
-    bench.world.clock.advance(6)
-    bench.role.on_tick()
-    assert len(bench.sent(Prefill)) == 2
     bench.arrive(ROUTER, Cancel(request_id="r", attempt=1))
+    for _ in range(3):
+        bench.world.clock.advance(1)
+        bench.role.on_tick()
+        bench.role.on_tick()
+    assert len(bench.sent(Cancel)) == 4
+    bench.arrive(bench.prefill.peer, HandoffFenced(request_id="r", attempt=1))
     bench.world.clock.advance(2)
     bench.role.on_tick()
-    bench.role.on_tick()
-    assert len(bench.sent(Cancel)) == 2
+    assert len(bench.sent(Cancel)) == 4
 
 
 def test_a_seal_of_another_life_is_dropped(bench: Bench) -> None:
@@ -236,9 +329,16 @@ def test_a_newer_attempt_replaces_the_older(bench: Bench) -> None:
     assert bench.decode.engine.load().kv_blocks_quarantined == 3
 
 
-def test_tokens_of_an_earlier_attempt_are_continued(bench: Bench) -> None:
+@pytest.mark.parametrize("prefill_worker", [None, "prefill-0"])
+def test_tokens_of_an_earlier_attempt_are_continued(bench: Bench, prefill_worker: str | None) -> None:
     whole = oracle(PROMPT, greedy(4, ignore_eos=True))
-    bench.generate(attempt=2, output_token_ids=whole[:2])
+    bench.generate(attempt=2, output_token_ids=whole[:2], prefill_worker=prefill_worker)
+    if prefill_worker is not None:
+        (prefill,) = bench.sent(Prefill)
+        assert isinstance(prefill, Prefill)
+        assert (prefill.prompt_token_ids, prefill.output_token_ids) == (PROMPT, whole[:2])
+        bench.decode.runner.write(prefill.block_ids, 0, PROMPT + whole[:2])
+        bench.seal(attempt=2, token_id=whole[2])
     assert bench.tokens() == whole[2:]
 
 
@@ -275,3 +375,18 @@ def test_a_draining_worker_refuses_with_a_retryable_error(bench: Bench) -> None:
     assert output.error is not None
     assert output.error.code == "draining"
     assert output.error.retryable
+
+
+def test_a_worker_that_ends_leaves_its_requests_to_others(bench: Bench) -> None:
+    bench.generate("local", prefill_worker=None, sampling=greedy(400, ignore_eos=True))
+    bench.generate("remote")  # two of its three blocks are cached by now
+    bench.role.drain()
+    bench.role.abandon("draining")
+    bench.run()
+    errors = {output.request_id: output.error for output in bench.outputs() if output.error is not None}
+    assert sorted(errors) == ["local", "remote"]
+    assert all(error.code == "draining" and error.retryable for error in errors.values())
+    assert bench.decode.engine.load().kv_blocks_quarantined == 1, "the prefill worker may still write"
+    bench.arrive(bench.prefill.peer, HandoffFenced(request_id="remote", attempt=1))
+    assert bench.free_blocks
+    assert bench.role.num_active == 0

@@ -181,3 +181,26 @@ def test_ids_in_use_and_full_queues_are_refused() -> None:
     engine.add_request(new_request("b", PROMPT), 0.0)
     with pytest.raises(QueueFullError, match="2 requests"):
         engine.add_request(new_request("c", PROMPT), 0.0)
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_what_a_failed_peer_wrote_is_found_by_the_next_attempt(quarantine: bool) -> None:
+    engine, runner = make_engine(block_size=4)
+    prompt = list(range(11))
+    engine.add_request(new_request("r#0", prompt, remote_prefill=True), 0.0)
+    (reservation,) = engine.step(0.0).reservations
+    runner.write(reservation.block_ids, 0, prompt[:9])  # two full blocks, and a part of the third
+    engine.give_up_remote("r#0", 9, "the peer died", quarantine=quarantine)
+    (output,) = engine.step(0.1).outputs
+    assert (output.finish_reason, output.error) == ("error", "the peer died")
+    assert engine.load().kv_blocks_quarantined == (1 if quarantine else 0)
+    engine.add_request(new_request("r#1", prompt, remote_prefill=True), 0.2)
+    (again,) = engine.step(0.2).reservations
+    assert again.num_cached_tokens == 8
+    assert again.block_ids[:2] == reservation.block_ids[:2]
+    if quarantine:
+        assert again.block_ids[2] != reservation.block_ids[2]
+    with pytest.raises(RequestStateError, match="has finished"):
+        engine.give_up_remote("r#0", 0, "again", quarantine=False)
+    with pytest.raises(ValueError, match="num_landed_tokens of request r#1 is 12"):
+        engine.give_up_remote("r#1", 12, "too much", quarantine=False)

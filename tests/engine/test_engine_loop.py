@@ -7,7 +7,9 @@ import time
 from concurrent.futures import CancelledError
 
 import pytest
+import torch
 
+from engine.batch import Batch
 from engine.engine import Engine
 from engine.engine_commands import EngineCommands
 from engine.engine_loop import EngineLoop
@@ -110,3 +112,30 @@ def test_engine_commands_bring_errors_back(loop: EngineLoop) -> None:
     assert errors == []  # not in the engine's thread
     posted[0]()  # type: ignore[operator]
     assert isinstance(errors[0], ValueError)
+
+
+def test_a_step_that_takes_long_shows_since_when() -> None:
+    engine, runner = make_engine()
+    entered, go_on = threading.Event(), threading.Event()
+    compute = runner.forward
+
+    def forward(batch: Batch) -> torch.Tensor:
+        entered.set()
+        assert go_on.wait(20)
+        return compute(batch)
+
+    runner.forward = forward  # type: ignore[method-assign]
+    loop = EngineLoop(engine, lambda result: None, lambda: 42.0)
+    loop.start()
+    try:
+        assert loop.step_began_at is None
+        loop.submit(add("a")).result(5)  # type: ignore[arg-type]
+        assert entered.wait(5)
+        assert loop.step_began_at == 42.0
+        go_on.set()
+        while not loop.is_idle:
+            time.sleep(0.001)
+        assert loop.step_began_at is None
+    finally:
+        go_on.set()
+        loop.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -61,6 +61,7 @@ class Tracked:
     kind: str  # "local" | "remote" | "prefill_only"
     reservation: Reservation | None = None
     num_landed: int = 0
+    writable_from: int = 0  # first position that a fenced writer may still write
     progress: list[int] = field(default_factory=list)
     table: tuple[int, ...] = ()
 
@@ -202,12 +203,25 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.fail_remote(request_id, landed)
         self.engine.check_invariants()
 
+    @precondition(lambda self: self._reserved())
+    @rule(data=st.data(), quarantine=st.booleans())
+    def give_up_remote(self, data: st.DataObject, quarantine: bool) -> None:
+        """It ends with an error; what has landed is found by later prompts, and must be right."""
+        request_id = data.draw(st.sampled_from(self._reserved()))
+        tracked = self.live[request_id]
+        landed = min(tracked.num_landed, len(tracked.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        self.engine.give_up_remote(request_id, tracked.num_landed, "no peer", quarantine=quarantine)
+        if quarantine:
+            self.quarantined[request_id] = replace(tracked, writable_from=landed)
+        tracked.reservation = None
+        self.engine.check_invariants()
+
     @precondition(lambda self: self.quarantined)
     @rule(data=st.data())
     def fenced_peer_writes(self, data: st.DataObject) -> None:
         tracked = self.quarantined[data.draw(st.sampled_from(sorted(self.quarantined)))]
         assert tracked.reservation is not None
-        start = tracked.reservation.num_cached_tokens
+        start = tracked.writable_from
         garbage = [VOCAB_SIZE + 9] * (len(tracked.tokens) - start)
         self.runner.write(tracked.reservation.block_ids, start, garbage)
 
@@ -229,6 +243,7 @@ class EngineMachine(RuleBasedStateMachine):
             if tracked.reservation is not None:
                 assert known
                 if keep:
+                    tracked.writable_from = tracked.reservation.num_cached_tokens
                     self.quarantined[request_id] = tracked
         assert not self.engine.abort(request_id)
         self.collector.finished.pop(request_id, None)

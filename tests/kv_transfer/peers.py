@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import queue
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from cluster.kv_layout import KvLayout
@@ -90,11 +91,14 @@ class Harness:
         self.workers: list[Worker] = []
         self.own = self.start("p0", "prefill", **own_options)
         self.events: list[tuple[str, Peer]] = []
+        self.frozen: set[Peer] = set()  # whose processes are there, whatever the registry says
+        self.num_checks = 0
         self._posted: queue.Queue[Callable[[], None]] = queue.Queue()
         self.connections = PeerConnections(
             self.own.transport,
             self.own.record,
             post=self._posted.put,
+            check_gone=self._check_gone,
             on_connected=self._connected,
             on_lost=self._lost,
         )
@@ -102,6 +106,12 @@ class Harness:
     def start(self, worker_id: str, role: Role = "decode", **options: Any) -> Worker:
         self.workers.append(Worker(self.network, worker_id, role, **options))
         return self.workers[-1]
+
+    def _check_gone(self, absent: WorkerRecord) -> Future[bool]:
+        self.num_checks += 1
+        future: Future[bool] = Future()
+        future.set_result(Peer(absent.id, absent.incarnation) not in self.frozen)
+        return future
 
     def _connected(self, peer: Peer, connected: WorkerRecord) -> None:
         assert (connected.id, connected.incarnation) == (peer.worker_id, peer.incarnation)

@@ -50,7 +50,14 @@ def test_runs_that_follow_each_other_on_both_sides_become_one() -> None:
 
 @pytest.mark.parametrize(
     ("local", "remote", "named"),
-    [([1], [1, 2], "1 local and 2 remote"), ([1, 2], [3, 3], "3"), ([-1], [0], "-1")],
+    [
+        ([1], [1, 2], "1 local and 2 remote"),
+        ([1, 2], [3, 3], "remote block 3 is written twice"),
+        ([-1], [0], "local -1"),
+        ([0], [-2], "remote -2"),
+        ([0], [2**61], f"remote block id {2**61} is out of range; no memory has so many blocks of 3 bytes"),
+        ([2**64 - 1], [0], f"local block id {2**64 - 1} is out of range"),
+    ],
 )
 def test_impossible_pairs_are_refused(local: list[int], remote: list[int], named: str) -> None:
     with pytest.raises(ValueError, match=named):

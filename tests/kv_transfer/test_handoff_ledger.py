@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kv_transfer.handoff import HandoffEvent, HandoffStateError, legal_events
+from kv_transfer.handoff import Handoff, HandoffEvent, HandoffOutcome, HandoffStateError, legal_events
 from kv_transfer.handoff_ledger import HandoffLedger
 from kv_transfer.transport import Peer
 
@@ -31,7 +31,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(blocks=st.sets(st.integers(0, 9), max_size=4), writer=st.sampled_from(WRITERS))
     def open(self, blocks: set[int], writer: Peer) -> None:
-        writable = {block for one in self.ledger if one.is_writable for block in one.block_ids}
+        writable = {block for one in self.ledger for block in one.writable_block_ids}
         name = f"r{self.count}"
         self.count += 1
         if blocks & writable:
@@ -46,7 +46,8 @@ class LedgerMachine(RuleBasedStateMachine):
         one = data.draw(st.sampled_from(list(self.ledger)))
         event = data.draw(st.sampled_from(sorted(HandoffEvent, key=lambda event: event.value)))
         if event in legal_events(one.state):
-            after = self.ledger.transition(one.request_id, 1, event, 1.0)
+            num_landed = data.draw(st.integers(0, len(one.block_ids)))
+            after = self.ledger.transition(one.request_id, 1, event, 1.0, num_landed_blocks=num_landed)
             if after.outcome is not None:
                 self.ledger.close(one.request_id, 1)
         else:
@@ -67,21 +68,18 @@ TestLedgerMachine = LedgerMachine.TestCase
 
 
 def test_only_released_handoffs_are_closed_and_counted() -> None:
-    ledger = HandoffLedger()
+    closed: list[Handoff] = []
+    ledger = HandoffLedger(on_closed=closed.append)
     open_handoff(ledger, "r", (1, 2))
-    assert ledger.num_blocks_reserved == 2
     with pytest.raises(HandoffStateError, match="only a released"):
         ledger.close("r", 1)
     ledger.transition("r", 1, HandoffEvent.FENCE, 1.0, reason="client")
-    assert ledger.num_blocks_quarantined == 2
     ledger.transition("r", 1, HandoffEvent.WRITER_GONE, 2.0)
     ledger.close("r", 1)
     assert len(ledger) == 0
-    assert {outcome.value: count for outcome, count in ledger.finished().items()} == {
-        "completed": 0,
-        "fenced": 0,
-        "writer_gone": 1,
-    }
+    assert [(one.outcome, one.fenced_at, one.changed_at) for one in closed] == [
+        (HandoffOutcome.WRITER_GONE, 1.0, 2.0)
+    ]
 
 
 def test_the_same_attempt_and_a_block_named_twice_are_refused() -> None:
@@ -135,3 +133,41 @@ def test_past_deadline_is_oldest_first() -> None:
         open_handoff(ledger, name, ())
     assert [one.request_id for one in ledger.past_deadline(5.0)] == ["a", "b"]
     assert ledger.past_deadline(4.9) == ()
+
+
+def test_a_landed_block_may_be_promised_again_while_the_rest_is_still_written() -> None:
+    ledger = HandoffLedger()
+    open_handoff(ledger, "first", (1, 2, 3))
+    ledger.transition("first", 1, HandoffEvent.STREAM, 1.0)
+    ledger.transition("first", 1, HandoffEvent.LAND, 2.0, num_landed_blocks=2, num_bytes=20)
+    ledger.transition("first", 1, HandoffEvent.FENCE, 3.0)
+    ledger.transition(
+        "first", 1, HandoffEvent.LAND, 4.0, num_landed_blocks=1
+    )  # an older word changes nothing
+    open_handoff(ledger, "second", (1, 2))
+    with pytest.raises(HandoffStateError, match="block 3 of d0 cannot go to handoff third"):
+        open_handoff(ledger, "third", (3,))
+    with pytest.raises(ValueError, match="from 0 to 3, got 4"):
+        ledger.transition("first", 1, HandoffEvent.LAND, 5.0, num_landed_blocks=4)
+    ledger.check_invariants()
+
+
+def test_a_lease_that_is_not_renewed_expires_while_the_writer_should_be_writing() -> None:
+    ledger = HandoffLedger()
+    for name in ("silent", "heard of", "not told yet"):
+        ledger.open(
+            request_id=name,
+            attempt=1,
+            prefill=WRITERS[0],
+            decode=OWN,
+            block_ids=(),
+            now=0.0,
+            lease_expires_at=2.0,
+        )
+    for name in ("silent", "heard of"):
+        ledger.transition(name, 1, HandoffEvent.STREAM, 0.0)
+    ledger.renew_lease("heard of", 1, 3.0)
+    assert ledger.lease_expired(1.9) == ()
+    assert [one.request_id for one in ledger.lease_expired(2.0)] == ["silent"]
+    with pytest.raises(HandoffStateError, match="no live handoff"):
+        ledger.renew_lease("unknown", 1, 3.0)

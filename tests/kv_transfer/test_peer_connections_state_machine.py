@@ -41,6 +41,17 @@ class PeerConnectionsMachine(RuleBasedStateMachine):
         self.registered.pop(worker_id, None)
 
     @rule(worker_id=ids)
+    def worker_freezes(self, worker_id: str) -> None:
+        """It loses its lease, and nobody can know whether it will go on."""
+        if worker_id in self.running:
+            self.harness.frozen.add(self.running[worker_id].peer)
+            self.registered.pop(worker_id, None)
+
+    @rule()
+    def frozen_workers_die(self) -> None:
+        self.harness.frozen.clear()
+
+    @rule(worker_id=ids)
     def lease_is_renewed(self, worker_id: str) -> None:
         if worker_id in self.running:
             self.registered[worker_id] = self.running[worker_id].record
@@ -65,6 +76,7 @@ class PeerConnectionsMachine(RuleBasedStateMachine):
 
     @rule()
     def everything_settles(self) -> None:
+        self.harness.frozen.clear()
         for _ in range(3):  # lose the old one, connect, and once more for a completion that was under way
             self.update()
             self._drain()
@@ -93,6 +105,7 @@ class PeerConnectionsMachine(RuleBasedStateMachine):
                 assert not others, f"{others} were not lost before {peer} was connected"
                 self.open.add(peer)
             else:
+                assert peer not in self.harness.frozen, "it may still write"
                 self.open.discard(peer)
         self.num_seen = len(self.harness.events)
         for worker_id in self.incarnations:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import leadout.bench.run
 import leadout.chat
+import leadout.drain
 import leadout.serve
 import leadout.status
 import leadout.worker_process
@@ -173,6 +174,15 @@ def test_chat_s_options(monkeypatch: pytest.MonkeyPatch) -> None:
         ((server.url, "given"), {**none, "system": "s"}),
     ]
     assert [request.path for request in server.requests] == ["/v1/models"]
+
+
+def test_drain_s_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _Calls(status=1)
+    monkeypatch.setattr(leadout.drain, "run_drain", calls)
+    assert _invoke("drain", "decode-0", "--url", "http://host:1/", "--wait", "5").exit_code == 1
+    assert calls.arguments == [(("http://host:1", "decode-0"), {"wait_s": 5.0})]
+    assert _invoke("drain").exit_code == 2
+    assert _invoke("drain", "decode-0", "--wait", "-1").exit_code == 2
 
 
 def test_status_s_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,6 +218,16 @@ async def test_a_killed_worker_is_started_again_and_gets_ready(launcher: _Launch
     assert not cluster.given_up.is_set()
 
 
+async def test_a_worker_that_was_drained_is_not_started_again(launcher: _Launcher) -> None:
+    cluster = await launcher.started()
+    os.kill(cluster.pids["decode-0"], signal.SIGTERM)
+    await launcher.until(lambda: ("decode-0", "drained") in launcher.states)
+    assert launcher.notices == ["decode-0 has drained and is not started again"]
+    assert not cluster.given_up.is_set()
+    await cluster.stop()
+    assert launcher.states[-1] == ("decode-0", "drained")
+
+
 async def test_a_killed_router_is_started_again_at_the_same_address(launcher: _Launcher) -> None:
     cluster = await launcher.started()
     url = cluster.url

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import xxhash
 
-from cluster.messages import Cancel, Generate, HandoffFenced, Message, Prefill, Sealed
+from cluster.messages import Cancel, Generate, HandoffFenced, HandoffProgress, Message, Prefill, Sealed
 from kv_transfer.transport import Peer
 from prefill_worker.prefill_worker import PrefillWorker
 from tests.engine.prefix_runner import greedy, oracle
-from tests.simulation.world import Packet, Worker, World
+from tests.simulation.world import HEARTBEAT_S, Packet, Worker, World
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
@@ -53,7 +54,18 @@ class Bench:
             self.prefill.run_posts()
 
     def answers(self) -> list[Message]:
-        return [packet.message for packet in self.world.packets]
+        """All but progress."""
+        sent = [packet.message for packet in self.world.packets]
+        return [message for message in sent if not isinstance(message, HandoffProgress)]
+
+    def landings(self) -> list[tuple[str, int, int]]:
+        """(request, blocks landed, bytes) of each progress message, in order."""
+        return [
+            (landing.request_id, landing.num_landed_blocks, landing.num_bytes)
+            for packet in self.world.packets
+            if isinstance(packet.message, HandoffProgress)
+            for landing in packet.message.handoffs
+        ]
 
 
 @pytest.fixture
@@ -215,4 +227,93 @@ def test_a_worker_that_stood_still_writes_no_more(bench: Bench) -> None:
 
 def test_messages_for_other_roles_are_dropped(bench: Bench) -> None:
     bench.arrive(Generate(request_id="r", attempt=1, prompt_token_ids=PROMPT, sampling=greedy()))
+    assert bench.role.num_active == 0
+
+
+def test_landed_blocks_are_told_in_order_of_the_prompt(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message(prompt_token_ids=list(range(20)), block_ids=[5, 6, 7, 8, 9]))
+    bench.run(2)
+    first, second = bench.world.writes
+    bench.world.land(second)
+    bench.prefill.run_posts()
+    bench.world.land(first)
+    bench.prefill.run_posts()
+    # The later write alone says nothing of the blocks before it.
+    assert [blocks for _, blocks, _ in bench.landings()] == [0, 4]
+
+
+def test_heartbeats_name_what_is_in_hand(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message("a"))
+    bench.arrive(bench.prefill_message("b", block_ids=[8, 9, 10]))
+    bench.arrive(Cancel(request_id="b", attempt=1))
+    bench.world.clock.advance(HEARTBEAT_S)
+    bench.role.on_tick()
+    bench.role.on_tick()
+    assert bench.landings() == [("a", 0, 0)]
+
+
+def test_a_heartbeat_that_cannot_be_delivered_stops_the_prompts_of_that_worker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.arrive(bench.prefill_message())
+    bench.run(1)
+    monkeypatch.setattr(bench.role, "_send", lambda worker, message: False)
+    bench.world.clock.advance(HEARTBEAT_S)
+    bench.role.on_tick()
+    bench.land_all()
+    bench.run()
+    assert bench.role.num_active == 0
+    assert free_everywhere(bench.prefill)
+
+
+def test_the_seal_brings_checksums_of_what_was_sent(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message(first_block=1, block_ids=[6, 7]))
+    bench.run()
+    writes = list(bench.world.writes)
+    bench.land_all()
+    (sealed,) = bench.answers()
+    assert isinstance(sealed, Sealed)
+    local = [block_id for write in writes for block_id in write.local_ids]
+    kv = bench.prefill.runner.kv
+    assert sealed.checksums == [
+        (index, xxhash.xxh3_64_intdigest(kv[block_id].numpy().tobytes()))
+        for index, block_id in enumerate(local)
+    ]
+
+
+def test_tokens_of_an_earlier_attempt_are_part_of_the_prompt(bench: Bench) -> None:
+    whole = oracle(PROMPT, greedy(4, ignore_eos=True))
+    bench.arrive(bench.prefill_message(sampling=greedy(4, ignore_eos=True), output_token_ids=whole[:3]))
+    bench.run()
+    bench.land_all()
+    (sealed,) = bench.answers()
+    assert isinstance(sealed, Sealed)
+    assert sealed.token_id == whole[3]
+
+
+def test_the_deadline_stops_a_prefill_even_when_its_write_hangs(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message(deadline=bench.world.clock.unix() + 5))
+    bench.run()
+    bench.world.clock.advance(6)
+    bench.role.on_tick()
+    assert bench.answers() == [], "a write is under way"
+    bench.land_all()
+    (fenced,) = bench.answers()
+    assert isinstance(fenced, HandoffFenced)
+    assert fenced.error is not None
+    assert fenced.error.code == "deadline_exceeded"
+
+
+def test_a_worker_that_ends_says_so_after_its_writes(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message())
+    bench.run(1)
+    bench.role.drain()
+    bench.role.abandon("draining")
+    assert bench.answers() == []
+    bench.land_all()
+    (fenced,) = bench.answers()
+    assert isinstance(fenced, HandoffFenced)
+    assert fenced.error is not None
+    assert (fenced.error.code, fenced.error.retryable) == ("draining", True)
+    bench.run()
     assert bench.role.num_active == 0

@@ -100,8 +100,16 @@ async def start_router(text_model: TextModel) -> AsyncIterator[StartRouter]:
 async def _running(
     text_model: TextModel, workers: tuple[ScriptedWorker, ...], limits: dict[str, Any]
 ) -> AsyncIterator[RunningRouter]:
-    def connect(record: WorkerRecord, on_message: Callable[[Envelope], None]) -> RpcConnection:
-        return RpcConnection(record.address, sender="router-0", incarnation=1, on_message=on_message)
+    def connect(
+        record: WorkerRecord, on_message: Callable[[Envelope], None], on_disconnected: Callable[[], None]
+    ) -> RpcConnection:
+        return RpcConnection(
+            record.address,
+            sender="router-0",
+            incarnation=1,
+            on_message=on_message,
+            on_disconnected=on_disconnected,
+        )
 
     services = build_services(
         router_id="router-0",

@@ -67,9 +67,12 @@ def worker_snapshot(worker_id: str, **fields: Any) -> WorkerSnapshot:
 class RecordingConnection:
     """Stands for the network: keeps what was sent, and refuses when told to."""
 
-    def __init__(self, record: WorkerRecord, on_message: Callable[[Envelope], None]) -> None:
+    def __init__(
+        self, record: WorkerRecord, on_message: Callable[[Envelope], None], disconnect: Callable[[], None]
+    ) -> None:
         self.record = record
         self.on_message = on_message
+        self.disconnect = disconnect  # what the network calls when the connection breaks
         self.sent: list[Message] = []
         self.is_closed = False
         self.is_full = False
@@ -100,8 +103,10 @@ class Connections:
     def __init__(self) -> None:
         self.by_worker: dict[str, RecordingConnection] = {}
 
-    def __call__(self, record: WorkerRecord, on_message: Callable[[Envelope], None]) -> RecordingConnection:
-        self.by_worker[record.id] = RecordingConnection(record, on_message)
+    def __call__(
+        self, record: WorkerRecord, on_message: Callable[[Envelope], None], disconnect: Callable[[], None]
+    ) -> RecordingConnection:
+        self.by_worker[record.id] = RecordingConnection(record, on_message, disconnect)
         return self.by_worker[record.id]
 
     def __getitem__(self, worker: str) -> RecordingConnection:

@@ -37,6 +37,7 @@ class ScriptedWorker:
         self.cached_blocks: list[bytes] = []
         self.generates: list[Generate] = []
         self.cancels: list[Cancel] = []
+        self.other_messages: list[Message] = []
         self.record = worker_record(worker_id, **record_fields)
         self._record_fields = record_fields
         self._rpc = RpcServer(sender=worker_id, incarnation=self.record.incarnation, on_message=self._receive)
@@ -75,6 +76,8 @@ class ScriptedWorker:
             task = self._answers.get((message.request_id, message.attempt))
             if task is not None:
                 task.cancel()
+        else:
+            self.other_messages.append(message)
 
     async def _answer(self, router: str, message: Generate) -> None:
         async for fields in self.script(message):

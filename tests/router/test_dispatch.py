@@ -46,7 +46,9 @@ class Bench:
         self.dispatcher = Dispatcher(self.view, PolicySettings(local_prefill_max_tokens=16), RouterMetrics())
         self.incarnations: dict[str, int] = {}
 
-    def connect(self, record: WorkerRecord, on_message: Callable[[Envelope], None]) -> RecordingConnection:
+    def connect(
+        self, record: WorkerRecord, on_message: Callable[[Envelope], None], disconnect: Callable[[], None]
+    ) -> RecordingConnection:
         bench = self
 
         class Logged(RecordingConnection):
@@ -54,7 +56,7 @@ class Bench:
                 super().send(message)
                 bench.log.append((record.id, message))
 
-        self.connections[record.id] = Logged(record, on_message)
+        self.connections[record.id] = Logged(record, on_message, disconnect)
         return self.connections[record.id]
 
     def workers(self, **incarnations: int) -> None:

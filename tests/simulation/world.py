@@ -23,6 +23,7 @@ from cluster.messages import (
     Cancel,
     Generate,
     HandoffFenced,
+    HandoffProgress,
     Message,
     Prefill,
     Sealed,
@@ -30,17 +31,32 @@ from cluster.messages import (
     TokenOutput,
 )
 from cluster.rpc import RpcError
-from decode_worker.decode_worker import DecodeWorker
+from decode_worker.decode_worker import DecodeMetrics, DecodeWorker
 from engine.engine import Engine
 from engine.engine_commands import EngineCommands
+from kv_transfer.handoff import Handoff
 from kv_transfer.peer_connections import PeerConnections
 from kv_transfer.transport import Peer, TransferError, TransferStats
+from kv_transfer.verification import BlockVerifier
 from prefill_worker.prefill_worker import PrefillWorker
 from tests.engine.prefix_runner import VOCAB_SIZE, make_engine
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 15
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32")
+
+
+LEASE_S = 5.0
+HEARTBEAT_S = 1.0
+
+
+class InlineVerifier(BlockVerifier):
+    """Computes checksums at once, in the caller's thread: what happens when is the world's business."""
+
+    def checksums(self, block_ids: Sequence[int]) -> Future[list[int]]:
+        future: Future[list[int]] = Future()
+        future.set_result([self._checksum(block_id) for block_id in block_ids])
+        return future
 
 
 @dataclass(eq=False)
@@ -94,6 +110,8 @@ class Worker:
     role_name: Role
     posts: list[Callable[[], None]] = field(default_factory=list)
     agents: set[Peer] = field(default_factory=set)  # whom this one's transport knows
+    handoffs: list[Handoff] = field(default_factory=list)  # that have ended
+    corrupted: list[float] = field(default_factory=list)  # when blocks came that were not what was sent
     is_alive: bool = True
 
     def __post_init__(self) -> None:
@@ -102,34 +120,52 @@ class Worker:
         )
         self.loop = SimulatedLoop(engine)
         commands = EngineCommands(self.loop, self.posts.append)  # type: ignore[arg-type]
+        kv = self.runner.kv
+        verifier = InlineVerifier(
+            "all",
+            base_address=kv.data_ptr(),
+            block_bytes=kv[0].numel() * kv.element_size(),
+            num_blocks=NUM_BLOCKS,
+        )
         common: dict[str, Any] = {
             "own": self.peer,
             "block_size": BLOCK_SIZE,
             "engine": commands,
             "transport": self,
+            "verifier": verifier,
             "clock": self.world.clock,
             "send": self.answer,
-            "on_failed": lambda code: None,
+            "post": self.posts.append,
         }
         self.role: PrefillWorker | DecodeWorker
         if self.role_name == "prefill":
             self.role = PrefillWorker(
                 get_peer=lambda name: self.connections.get(name),
                 mark_peer_failed=lambda peer: self.connections.mark_failed(peer),
-                post=self.posts.append,
+                heartbeat_s=HEARTBEAT_S,
                 max_stall_s=1e9,
                 on_sealed=lambda timings: None,
+                on_failed=lambda code: None,
+                on_handoff_ended=self.handoffs.append,
                 **common,
             )
             on_connected, on_lost = self.role.on_peer_connected, self.role.on_peer_lost
         else:
-            self.role = DecodeWorker(links=self, on_first_token=lambda timings: None, **common)  # type: ignore[arg-type]
+            metrics = DecodeMetrics(
+                on_first_token=lambda timings: None,
+                on_failed=lambda code: None,
+                on_handoff_ended=self.handoffs.append,
+                on_lease_expired=lambda: None,
+                on_corrupt=lambda: self.corrupted.append(self.world.clock.unix()),
+            )
+            self.role = DecodeWorker(links=self, lease_s=LEASE_S, metrics=metrics, **common)  # type: ignore[arg-type]
             remote = self.role.remote_prefills
             on_connected, on_lost = lambda peer, record: None, remote.on_peer_lost
         self.connections = PeerConnections(
             self,  # type: ignore[arg-type]
             self.record,
             post=self.posts.append,
+            check_gone=self.world.check_gone,
             on_connected=on_connected,
             on_lost=on_lost,
         )
@@ -184,7 +220,7 @@ class Worker:
             assert isinstance(packet.message, Sealed)
             assert isinstance(self.role, DecodeWorker)
             self.role.remote_prefills.on_sealed(packet.message)
-        elif isinstance(packet.message, HandoffFenced):
+        elif isinstance(packet.message, HandoffFenced | HandoffProgress):
             assert isinstance(self.role, DecodeWorker)
             self.role.on_prefill_worker_message(packet.sender, packet.message)
         else:
@@ -282,6 +318,15 @@ class World:
         worker = self.workers.get(peer.worker_id)
         return worker if worker is not None and worker.is_alive and worker.peer == peer else None
 
+    def check_gone(self, record: WorkerRecord) -> Future[bool]:
+        """What the operating system knows of a process."""
+        worker = self.workers.get(record.id)
+        future: Future[bool] = Future()
+        future.set_result(
+            worker is None or worker.peer.incarnation != record.incarnation or not worker.is_alive
+        )
+        return future
+
     def crash(self, name: str) -> None:
         """kill -9: its memory is gone, and so are the writes it was making and those into it."""
         worker = self.workers[name]
@@ -367,7 +412,7 @@ class World:
                 decode = self.at(request.peer)
                 if decode is not None and worker.peer in decode.agents and not request.is_fencing:
                     pushed = request.next_block - request.message.first_block
-                    if request.output is None or request.writes_in_flight:
+                    if request.output is None or request.operations_in_flight:
                         self._check_held(decode, request.message.block_ids[pushed:], "writable")
 
     def _check_held(self, worker: Worker, block_ids: Sequence[int], what: str) -> None:
@@ -386,4 +431,4 @@ class World:
             answer.endings.append(output.finish_reason)
 
 
-REPAIRABLE = (Prefill, Cancel, HandoffFenced)  # what the protocol sends again where it is lost
+REPAIRABLE = (Prefill, Cancel, HandoffFenced, HandoffProgress)  # whose loss the protocol makes good

@@ -1,0 +1,1 @@
+"""``leadout doctor``: what is wrong with this machine or this cluster, and how to mend it."""

@@ -1,0 +1,55 @@
+"""``leadout drain``: have one worker finish what it has and end, while others take over."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+
+from leadout.errors import UserError
+from leadout.status import fetch_state
+
+_POLL_S = 0.5
+
+
+def run_drain(url: str, worker: str, *, wait_s: float) -> int:
+    """Ask the router to drain ``worker``, then follow it until it has left, for at most ``wait_s`` seconds.
+
+    Returns 0 once it has left (or at once where ``wait_s`` is 0), 1 if it has not in time. Raises UserError
+    if there is no such worker or no router.
+    """
+    incarnation = _ask(url, worker)
+    if wait_s <= 0:
+        print(f"{worker} drains")
+        return 0
+    give_up_at = time.monotonic() + wait_s
+    shown = ""
+    while time.monotonic() < give_up_at:
+        state = {one["id"]: one for one in fetch_state(url)["workers"]}.get(worker)
+        if state is None or state["incarnation"] != incarnation:
+            print(f"{worker} has left")
+            return 0
+        load = state["load"]
+        now = (
+            f"{worker} is {state['state']}: {load['running']} running, "
+            f"{load['waiting'] + load['waiting_for_remote_kv']} waiting, {load['handoffs_active']} handoffs"
+        )
+        if now != shown:
+            print(now)
+            shown = now
+        time.sleep(_POLL_S)
+    print(f"{worker} has not left after {wait_s:g} s; it goes on draining")
+    return 1
+
+
+def _ask(url: str, worker: str) -> int:
+    """Send the order; returns the incarnation of the worker that got it."""
+    try:
+        address = httpx.URL(url).copy_with(path=f"/cluster/workers/{worker}/drain")
+        response = httpx.post(address, json={}, timeout=10, trust_env=False)
+        body = response.json()
+        if response.status_code != 202:
+            raise UserError(str(body["error"]["message"]))
+        return int(body["incarnation"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"no Leadout router answers at {url}: {error}") from None
