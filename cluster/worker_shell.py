@@ -156,10 +156,10 @@ class WorkerShell:
                 self._on_router_lost(router, known.incarnation)
             self._subscribers[router] = _Subscriber(incarnation, now)
             wants_snapshot = True
-            if self._load is not None:  # it can plan at once
-                self._rpc.send(router, LoadUpdate(load=self._load))
         if wants_snapshot:
             self._send_snapshot(router)
+            if self._load is not None:  # it can plan at once
+                self._rpc.send(router, LoadUpdate(load=self._load))
 
     def _send_snapshot(self, router: str) -> None:
         self._rpc.send(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 MODEL = "smollm2-135m-instruct"
 START_TIMEOUT_S = 120.0
@@ -61,9 +63,42 @@ class RunningCluster:
         """How many workers take requests."""
         return sum(worker["state"] == "ready" for worker in self.workers())
 
-    def pid(self, worker_id: str) -> int:
-        """The process of a worker."""
-        return next(int(worker["pid"]) for worker in self.workers() if worker["id"] == worker_id)
+    def pids(self) -> dict[str, int]:
+        """The launcher's processes by name, asked of the kernel: workers, ``router-0`` and ``registry``."""
+        pids = {}
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                command = child.cmdline()
+                if "--id" in command:
+                    pids[command[command.index("--id") + 1]] = child.pid
+                elif any("registry.sock" in argument for argument in command):
+                    pids["registry"] = child.pid
+        return pids
+
+    def pid(self, name: str) -> int:
+        """One of the launcher's processes. Fails if it is not there."""
+        return self.pids()[name]
+
+    def is_whole(self) -> bool:
+        """Whether every process runs, and the router and the workers that run now are ready for requests."""
+        pids = self.pids()
+        workers = self.workers()
+        return (
+            {"router-0", "registry"} <= pids.keys()
+            and len(workers) == self.num_workers
+            and all(one["state"] == "ready" and one["pid"] == pids.get(one["id"]) for one in workers)
+        )
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the router's samples of this name that have these labels."""
+        wanted = {f'{label}="{value}"' for label, value in labels.items()}
+        total = 0.0
+        for line in httpx.get(f"{self.url}/metrics", timeout=5).text.splitlines():
+            sample, _, value = line.rpartition(" ")
+            found, _, rest = sample.partition("{")
+            if found == name and wanted <= set(rest.removesuffix("}").split(",")):
+                total += float(value)
+        return total
 
     def leaked_blocks(self) -> dict[str, dict[str, int]]:
         """Blocks that are not free on workers without requests, and why; empty if nothing is leaked."""
