@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
+import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -42,26 +42,58 @@ def is_running(process: str) -> bool | None:
         return False
 
 
-async def is_gone(record: WorkerRecord) -> bool:
-    """Whether a worker that is absent from the registry can do nothing any more.
+class LivenessProbe:
+    """Finds out whether workers that are absent from the registry can do nothing any more.
 
-    On this machine its process says so. On another one, somebody who takes connections at its address is
-    alive, if perhaps frozen or cut off from the registry. A machine that cannot be reached at all counts as
-    gone: with RDMA, the removal of its agent here ends its access.
+    On this machine a worker's process says so. On another one, somebody who takes connections at its address
+    is alive, if perhaps frozen or cut off from the registry. A machine that cannot be reached at all counts
+    as gone: with RDMA, the removal of its agent here ends its access. Lives in one asyncio loop.
     """
-    running = is_running(record.process)
-    if running is not None:
-        return not running
-    address = urlsplit(record.address)
-    try:
-        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            _, writer = await asyncio.open_connection(address.hostname, address.port)
-    except (OSError, TimeoutError):
-        return True
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
-    return False
+
+    def __init__(self) -> None:
+        # A frozen process accepts nothing: each further connection would fill its queue, and in the end it
+        # would look as if it could not be reached. So one is kept as long as its machine keeps it.
+        self._open: dict[tuple[str, int], tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+
+    async def is_gone(self, record: WorkerRecord) -> bool:
+        """Whether that life of the worker is over."""
+        running = is_running(record.process)
+        if running is not None:
+            return not running
+        self._forget_closed()
+        key = (record.id, record.incarnation)
+        if key in self._open:
+            return False
+        address = urlsplit(record.address)
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        except (OSError, TimeoutError):
+            return True
+        _keep_alive(writer)
+        self._open[key] = (reader, writer)
+        return False
+
+    def close(self) -> None:
+        """Close all connections."""
+        for _, writer in self._open.values():
+            writer.close()
+        self._open.clear()
+
+    def _forget_closed(self) -> None:
+        for key, (reader, writer) in list(self._open.items()):
+            if reader.at_eof() or reader.exception() is not None or writer.is_closing():
+                writer.close()
+                del self._open[key]
+
+
+def _keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Have the kernel notice within half a minute that the other machine is gone."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _machine() -> str:

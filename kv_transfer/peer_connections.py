@@ -19,7 +19,8 @@ class _Connection:
     record: WorkerRecord
     state: Literal["connecting", "connected", "failed", "leaving"] = "connecting"
     is_being_checked: bool = False  # whether its process is gone
-    is_absent: bool = False  # from the registry, but not gone
+    is_known_to_hang: bool = False  # absent from the registry, but not gone
+    is_announced: bool = False  # as connected, and not absent since
 
     @property
     def peer(self) -> Peer:
@@ -60,14 +61,15 @@ class PeerConnections:
         self._on_lost = on_lost
         self._connections: dict[str, _Connection] = {}
         self._incompatible: dict[str, str] = {}
-        self._wanted: dict[str, WorkerRecord] = {}  # compatible partners in the last list
+        self._listed: dict[str, WorkerRecord] = {}  # all workers in the last list
+        self._wanted: dict[str, WorkerRecord] = {}  # the compatible partners among them
 
     def get(self, worker_id: str) -> Peer | None:
         """The connected and registered peer of that id; None if there is none."""
-        connection, record = self._connections.get(worker_id), self._wanted.get(worker_id)
-        if connection is None or record is None or connection.state != "connected":
+        connection = self._connections.get(worker_id)
+        if connection is None or connection.state != "connected" or not self._is_registered(connection):
             return None
-        return connection.peer if record.incarnation <= connection.record.incarnation else None
+        return connection.peer
 
     @property
     def incompatible(self) -> dict[str, str]:
@@ -81,17 +83,20 @@ class PeerConnections:
 
     def update(self, workers: Sequence[WorkerRecord]) -> None:
         """Take the current list of registered workers. Failed connections are tried again."""
-        registered = {record.id for record in workers}
-        for worker_id in self._incompatible.keys() - registered:
+        self._listed = {record.id: record for record in workers}
+        for worker_id in self._incompatible.keys() - self._listed.keys():
             del self._incompatible[worker_id]
         wanted = {record.id: record for record in workers if self._is_partner(record)}
         self._wanted = wanted
-        for worker_id, connection in list(self._connections.items()):
-            record = wanted.get(worker_id)
-            if record is None or record.incarnation > connection.record.incarnation:
+        for connection in list(self._connections.values()):
+            if not self._is_registered(connection):
                 self._doubt(connection)
-            elif connection.is_absent:
-                self._is_back(connection)
+                continue
+            if connection.is_known_to_hang:
+                connection.is_known_to_hang = False
+                logger.info("%s worker %s is back", connection.record.role, connection.record.id)
+            if connection.state == "connected" and not connection.is_announced:
+                self._announce(connection)
         for worker_id, record in wanted.items():
             known = self._connections.get(worker_id)
             if known is None:
@@ -119,7 +124,7 @@ class PeerConnections:
         return False
 
     def _connect(self, connection: _Connection) -> None:
-        connection.state = "connecting"
+        connection.state, connection.is_announced = "connecting", False
         self._connections[connection.record.id] = connection
         future = self._transport.add_peer(connection.record)
         future.add_done_callback(lambda done: self._post(lambda: self._connect_done(connection, done)))
@@ -131,7 +136,8 @@ class PeerConnections:
         if error is None:
             connection.state = "connected"
             logger.info("connected to %s worker %s", connection.record.role, connection.record.id)
-            self._on_connected(connection.peer, connection.record)
+            if self._is_registered(connection):
+                self._announce(connection)
             return
         connection.state = "failed"
         if not isinstance(error, TransferError):
@@ -143,6 +149,14 @@ class PeerConnections:
         """It is not registered any more. ``update`` asks again while its process is not known to be gone."""
         if connection.state == "leaving" or connection.is_being_checked:
             return
+        successor = self._listed.get(connection.record.id)
+        if (
+            successor is not None
+            and successor.incarnation > connection.record.incarnation
+            and successor.address == connection.record.address
+        ):
+            self._leave(connection)  # an address has one listener: the old process has closed it
+            return
         connection.is_being_checked = True
         future = self._check_gone(connection.record)
         if future.done():
@@ -152,13 +166,12 @@ class PeerConnections:
 
     def _checked(self, connection: _Connection, future: Future[bool]) -> None:
         connection.is_being_checked = False
-        record = self._wanted.get(connection.record.id)
-        if record is not None and record.incarnation == connection.record.incarnation:
+        if self._is_registered(connection):
             return  # it is back
         if future.exception() is None and future.result():
             self._leave(connection)
-        elif not connection.is_absent:
-            connection.is_absent = True
+        elif not connection.is_known_to_hang:
+            connection.is_known_to_hang, connection.is_announced = True, False
             logger.warning(
                 "%s worker %s has lost its lease, but is not known to be dead: blocks that it may still "
                 "write stay in quarantine",
@@ -166,11 +179,14 @@ class PeerConnections:
                 connection.record.id,
             )
 
-    def _is_back(self, connection: _Connection) -> None:
-        connection.is_absent = False
-        logger.info("%s worker %s is back", connection.record.role, connection.record.id)
-        if connection.state == "connected":
-            self._on_connected(connection.peer, connection.record)
+    def _is_registered(self, connection: _Connection) -> bool:
+        """Whether the last list had it. An older incarnation in the list says nothing."""
+        record = self._wanted.get(connection.record.id)
+        return record is not None and record.incarnation <= connection.record.incarnation
+
+    def _announce(self, connection: _Connection) -> None:
+        connection.is_announced = True
+        self._on_connected(connection.peer, connection.record)
 
     def _leave(self, connection: _Connection) -> None:
         connection.state = "leaving"

@@ -18,7 +18,7 @@ from cluster.members import LoadReport, Members, ModelIdentity, Role, WorkerReco
 from cluster.messages import Message
 from cluster.metrics import WorkerMetrics
 from cluster.model_source import ModelSource
-from cluster.process_identity import is_gone, own_process
+from cluster.process_identity import LivenessProbe, own_process
 from cluster.registry import Registry, RegistryUnavailableError
 from cluster.worker_shell import WorkerShell
 from engine.create_engine import CreatedEngine
@@ -65,6 +65,7 @@ class WorkerHost:
         self._wake = asyncio.Event()  # something happened, or the process is to stop
         self._has_members = False
         self._slow_links: set[str] = set()  # peers
+        self._probe = LivenessProbe()
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT, then drain; 1 if the engine failed."""
@@ -104,6 +105,7 @@ class WorkerHost:
             base_address=created.storage.base_address,
             block_bytes=created.kv_layout.block_bytes,
             num_blocks=created.storage.num_blocks,
+            memory=self._transport.endpoint.memory,
         )
         try:
             record = await self._make_record()
@@ -162,7 +164,7 @@ class WorkerHost:
             self._transport,
             record,
             post=self._post,
-            check_gone=lambda one: asyncio.run_coroutine_threadsafe(is_gone(one), self._loop),
+            check_gone=lambda one: asyncio.run_coroutine_threadsafe(self._probe.is_gone(one), self._loop),
             on_connected=self._hosted.on_connected,
             on_lost=self._hosted.on_lost,
         )
@@ -313,6 +315,7 @@ class WorkerHost:
         await self._shell.close()
         await asyncio.to_thread(self._engine_loop.stop)
         self._hosted.close()
+        self._probe.close()
         await asyncio.to_thread(self._transport.close)
         self._verifier.close()
         await self._registry.close()

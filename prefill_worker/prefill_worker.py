@@ -111,7 +111,7 @@ class PrefillWorker:
         """Stop what is in hand, and say so; others will compute it."""
         message = f"worker {self._own.worker_id} ends: {reason}"
         for request in list(self._requests.values()):
-            self._fence(request, reason, RequestError(code="draining", message=message, retryable=True))
+            self._fail(request, "draining", message)
         waiting, self._unconnected = self._unconnected, []
         for one in waiting:
             self._refuse(one, "draining", message)
@@ -135,9 +135,7 @@ class PrefillWorker:
 
     def on_peer_connected(self, peer: Peer, record: WorkerRecord) -> None:
         """A decode worker can be written to now."""
-        waiting, self._unconnected = self._unconnected, []
-        for one in waiting:
-            self._accept(one)
+        self._accept_unconnected()
 
     def on_peer_lost(self, peer: Peer) -> None:
         """A decode worker is gone and its agent is removed here: nothing is sent to it any more."""
@@ -158,17 +156,12 @@ class PrefillWorker:
         self._notice_stall()
         for handoff in self.ledger.past_deadline(self._clock.unix()):
             request = self._requests[engine_id(handoff.decode.worker_id, *handoff.key)]
-            error = RequestError(code="deadline_exceeded", message="the deadline passed during prefill")
-            self._fence(request, error.message, error)
+            self._fail(request, "deadline_exceeded", "the deadline passed during prefill")
         now = self._clock.monotonic()
         if now - self._last_heartbeat >= self._heartbeat_s:
             self._last_heartbeat = now
             self._send_heartbeats()
-        oldest = now - _CONNECT_WAIT_S
-        expired = [one for one in self._unconnected if one.received_at < oldest]
-        self._unconnected = [one for one in self._unconnected if one.received_at >= oldest]
-        for one in expired:
-            self._refuse(one, "not_connected", f"{self._own.worker_id} has no connection to {one.sender}")
+        self._accept_unconnected()
 
     def on_step(self, result: StepResult) -> None:
         """What one engine step did: push the blocks it finished, and seal the prompts it completed."""
@@ -181,16 +174,14 @@ class PrefillWorker:
                 request.num_computed_here = request.message.num_tokens - progress.num_cached_tokens
                 try:
                     self._pushes.push(request, progress)
-                except ValueError as invalid:  # block ids that the peer does not have
-                    error = RequestError(code="invalid_request", message=str(invalid))
-                    self._fence(request, str(invalid), error)
+                except ValueError as error:  # block ids that the peer does not have
+                    self._fail(request, "invalid_request", str(error))
         for output in result.outputs:
             request = self._requests.get(output.request_id)
             if request is None or request.is_fencing:
                 continue
             if output.error is not None:
-                error = RequestError(code="engine_error", message=output.error, retryable=True)
-                self._fence(request, output.error, error)
+                self._fail(request, "engine_error", output.error)
                 continue
             request.output = output
             request.sampled_at = self._clock.monotonic()
@@ -202,13 +193,16 @@ class PrefillWorker:
         if stall_s > self._max_stall_s and self._requests:
             reason = f"worker {self._own.worker_id} stood still for {stall_s:.1f} s"
             for request in list(self._requests.values()):
-                self._fence(request, reason, RequestError(code="stalled", message=reason, retryable=True))
+                self._fail(request, "stalled", reason)
+
+    def _accept_unconnected(self) -> None:
+        """Try again those whose decode worker was not connected."""
+        waiting, self._unconnected = self._unconnected, []
+        for one in waiting:
+            self._accept(one)
 
     def _accept(self, prefill: UnconnectedPrefill) -> None:
         message = prefill.message
-        if self._is_draining:
-            self._refuse(prefill, "draining", f"worker {self._own.worker_id} drains")
-            return
         key = engine_id(prefill.sender, message.request_id, message.attempt)
         if message.prefill_incarnation != self._own.incarnation:
             self._on_dropped("old_incarnation")  # the sender learns of that one's end from the registry
@@ -219,9 +213,16 @@ class PrefillWorker:
         if key in self._over:
             self._send(prefill.sender, HandoffFenced(request_id=message.request_id, attempt=message.attempt))
             return
+        if self._is_draining:
+            self._refuse(prefill, "draining", f"worker {self._own.worker_id} drains")
+            return
         peer = self._get_peer(prefill.sender)
         if peer is None or peer.incarnation != prefill.incarnation:
-            self._unconnected.append(prefill)
+            if self._clock.monotonic() - prefill.received_at < _CONNECT_WAIT_S:
+                self._unconnected.append(prefill)
+            else:
+                reason = f"{self._own.worker_id} has no connection to {prefill.sender}"
+                self._refuse(prefill, "not_connected", reason)
             return
         num_blocks = -(-message.num_tokens // self._block_size)
         if message.first_block + len(message.block_ids) < num_blocks or message.first_block < 0:
@@ -278,9 +279,7 @@ class PrefillWorker:
         self._send(prefill.sender, answers.refused(prefill, code, reason))
 
     def _engine_refused(self, request: PrefillRequest, error: BaseException) -> None:
-        self._fence(
-            request, str(error), RequestError(code="prefill_refused", message=str(error), retryable=True)
-        )
+        self._fail(request, "prefill_refused", str(error))
 
     def _landed(self, request: PrefillRequest, stats: TransferStats) -> None:
         if request.is_fencing:
@@ -297,18 +296,16 @@ class PrefillWorker:
     def _write_failed(self, request: PrefillRequest, error: BaseException) -> None:
         if not request.is_fencing:
             self._mark_peer_failed(request.peer)
-            reason = f"a write to {request.peer.worker_id} failed: {error}"
-            self._fence(request, reason, RequestError(code="transfer_failed", message=reason, retryable=True))
+            self._fail(request, "transfer_failed", f"a write to {request.peer.worker_id} failed: {error}")
 
     def _send_heartbeats(self) -> None:
         """Where a decode worker's connection is broken it has given its prompts up, or is dead."""
         for worker, progress in answers.heartbeats(self._requests.values(), self._unconnected).items():
             if self._send(worker, progress):
                 continue
-            reason = f"the connection to {worker} broke"
             for request in list(self._requests.values()):
                 if request.peer.worker_id == worker:
-                    self._fence(request, reason, RequestError(code="unreachable", message=reason))
+                    self._fail(request, "unreachable", f"the connection to {worker} broke")
 
     def _cancelled(self, sender: str, incarnation: int, cancel: Cancel) -> None:
         request = self._requests.get(engine_id(sender, cancel.request_id, cancel.attempt))
@@ -325,6 +322,9 @@ class PrefillWorker:
         # Not here: over, or not arrived yet, and then it shall not start. Nothing will be written.
         self._over.add(engine_id(sender, cancel.request_id, cancel.attempt))
         self._send(sender, HandoffFenced(request_id=cancel.request_id, attempt=cancel.attempt))
+
+    def _fail(self, request: PrefillRequest, code: str, reason: str) -> None:
+        self._fence(request, reason, RequestError(code=code, message=reason, retryable=True))
 
     def _fence(self, request: PrefillRequest, reason: str, error: RequestError | None) -> None:
         """Stop, and say so once the writes under way have ended. Blocks that are being read stay pinned."""
@@ -366,8 +366,7 @@ class PrefillWorker:
         error = future.exception()
         if error is not None and not request.is_fencing:
             self._mark_peer_failed(request.peer)
-            reason = f"the seal could not be sent to {request.peer.worker_id}: {error}"
-            self._fence(request, reason, RequestError(code="transfer_failed", message=reason, retryable=True))
+            self._fail(request, "transfer_failed", f"a seal to {request.peer.worker_id} failed: {error}")
             return
         self._advance(request, HandoffEvent.ACTIVATE)
         self._end(request, HandoffEvent.RELEASE)

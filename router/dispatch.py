@@ -303,11 +303,12 @@ class Dispatcher:
         self._send_cancel(entry.plan.decode_worker, entry.request_id, entry.attempt, reason)
 
     def _send_cancel(self, worker: str, request_id: str, attempt: int, reason: str) -> None:
-        self._told_to_stop.add((request_id, attempt))
         try:
             self._view.send(worker, Cancel(request_id=request_id, attempt=attempt, reason=reason))
-        except WorkerUnreachableError:
+        except WorkerUnreachableError:  # should it be back, its next output brings another try
             logger.info("request %s: cannot cancel on %s, its deadline will", request_id, worker)
+        else:
+            self._told_to_stop.add((request_id, attempt))
 
     def _fail(self, entry: InFlightRequest, error: RequestError) -> None:
         entry.generation.fail(entry.index, entry.request_id, entry.attempt, error)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cluster import process_identity
-from cluster.process_identity import is_gone, is_running, own_process
+from cluster.process_identity import LivenessProbe, is_running, own_process
 from tests.cluster.rpc_cluster import until
 from tests.router.factories import worker_record
 
@@ -53,7 +54,7 @@ def child() -> Iterator[Child]:
     child.end()
 
 
-# --- on this machine -----------------------------------------------------------------------------------------
+# --- on this machine ---------------------------------------------------------------------------------------
 
 
 def test_this_process_runs() -> None:
@@ -112,7 +113,14 @@ def test_without_proc_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert is_running("") is None
 
 
-# --- whether a worker is gone --------------------------------------------------------------------------------
+@pytest.fixture
+async def probe() -> AsyncIterator[LivenessProbe]:
+    probe = LivenessProbe()
+    yield probe
+    probe.close()
+
+
+# --- whether a worker is gone ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -125,40 +133,72 @@ def address_of(listener: socket.socket) -> str:
     return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-async def test_on_this_machine_the_process_decides(child: Child, listener: socket.socket) -> None:
+async def test_on_this_machine_the_process_decides(
+    child: Child, listener: socket.socket, probe: LivenessProbe
+) -> None:
     """Whatever its address says: somebody else may have it by now, or it may be closed already."""
     closed = worker_record("w", address="tcp://127.0.0.1:1", process=child.identity)
     taken_over = worker_record("w", address=address_of(listener), process=child.identity)
-    assert not await is_gone(closed)
+    assert not await probe.is_gone(closed)
     child.end()
-    assert await is_gone(closed)
-    assert await is_gone(taken_over)
+    assert await probe.is_gone(closed)
+    assert await probe.is_gone(taken_over)
 
 
 @pytest.mark.parametrize("process", [FAR_AWAY, ""])
-async def test_elsewhere_who_takes_connections_is_alive(listener: socket.socket, process: str) -> None:
+async def test_elsewhere_who_takes_connections_is_alive(
+    listener: socket.socket, process: str, probe: LivenessProbe
+) -> None:
     """This one never answers: its process may be frozen."""
-    assert not await is_gone(worker_record("w", address=address_of(listener), process=process))
+    assert not await probe.is_gone(worker_record("w", address=address_of(listener), process=process))
 
 
-async def test_elsewhere_who_refuses_connections_is_gone(listener: socket.socket) -> None:
+async def test_elsewhere_who_refuses_connections_is_gone(
+    listener: socket.socket, probe: LivenessProbe
+) -> None:
     address = address_of(listener)
     listener.close()
-    assert await is_gone(worker_record("w", address=address, process=FAR_AWAY))
+    assert await probe.is_gone(worker_record("w", address=address, process=FAR_AWAY))
 
 
-async def test_a_port_that_is_held_but_not_listened_at_refuses() -> None:
+async def test_a_port_that_is_held_but_not_listened_at_refuses(probe: LivenessProbe) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
-        assert await is_gone(worker_record("w", address=address_of(holder), process=FAR_AWAY))
+        assert await probe.is_gone(worker_record("w", address=address_of(holder), process=FAR_AWAY))
 
 
-async def test_a_machine_that_does_not_answer_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_machine_that_does_not_answer_is_gone(
+    monkeypatch: pytest.MonkeyPatch, probe: LivenessProbe
+) -> None:
     """192.0.2.1 belongs to nobody (RFC 5737): there is no route to it, or no answer."""
     monkeypatch.setattr(process_identity, "_CONNECT_TIMEOUT_S", 0.05)
-    assert await is_gone(worker_record("w", address="tcp://192.0.2.1:9", process=FAR_AWAY))
+    assert await probe.is_gone(worker_record("w", address="tcp://192.0.2.1:9", process=FAR_AWAY))
 
 
-async def test_a_name_that_nobody_knows_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_that_nobody_knows_is_gone(
+    monkeypatch: pytest.MonkeyPatch, probe: LivenessProbe
+) -> None:
     monkeypatch.setattr(process_identity, "_CONNECT_TIMEOUT_S", 5.0)
-    assert await is_gone(worker_record("w", address="tcp://no-such-host.invalid:9", process=FAR_AWAY))
+    assert await probe.is_gone(worker_record("w", address="tcp://no-such-host.invalid:9", process=FAR_AWAY))
+
+
+async def test_a_frozen_process_elsewhere_is_alive_however_often_it_is_asked_for(
+    probe: LivenessProbe,
+) -> None:
+    """It accepts nothing, and its queue is short."""
+    with socket.socket() as frozen:
+        frozen.bind(("127.0.0.1", 0))
+        frozen.listen(1)
+        record = worker_record("w", address=address_of(frozen), process=FAR_AWAY)
+        for _ in range(20):
+            assert not await probe.is_gone(record)
+    await until_async(lambda: probe.is_gone(record))
+
+
+async def until_async(holds: Callable[[], Awaitable[bool]]) -> None:
+    """Poll: the end of the other side arrives in its own time."""
+    for _ in range(1000):
+        if await holds():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it is still taken for alive")

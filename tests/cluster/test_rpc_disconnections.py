@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 import subprocess
 import sys
@@ -77,9 +78,13 @@ async def test_a_worker_that_was_never_there_is_not_lost(
 async def test_a_connection_that_comes_back_works_and_may_break_again(cluster: Cluster) -> None:
     worker, address = await cluster.worker()
     client = await cluster.known_client(worker, address)
+
+    def has_broken(times: int) -> bool:
+        return client.num_disconnections >= times
+
     for life in range(1, 4):
         await worker.server.close()
-        await until(lambda: client.num_disconnections >= life, "the disconnection")
+        await until(functools.partial(has_broken, life), "the disconnection")
         worker = echoing(await cluster.worker_again(address, incarnation=life + 1))
         await is_served_again(client, life)
         assert client.envelopes[-1].incarnation == life + 1

@@ -213,9 +213,12 @@ async def test_a_new_subscriber_is_told_the_last_load_at_once(harness: Harness) 
     late = await harness.subscribed("r2")
     await harness.arrived(late)
     assert late.loads == [load]
-    await harness.renew(late, snapshot=True)
+    await harness.renew(late)
     await harness.arrived(late)
     assert late.loads == [load], "a renewal waits for the next report like everybody"
+    await harness.renew(late, snapshot=True)  # it has lost sight of the worker meanwhile
+    await harness.arrived(late)
+    assert late.loads == [load, load]
 
 
 async def test_there_is_no_load_before_the_first_report(harness: Harness) -> None:

@@ -23,7 +23,8 @@ from cluster.messages import (
 from decode_worker.decode_worker import DecodeWorker
 from kv_transfer.transport import Peer
 from tests.engine.prefix_runner import greedy, oracle
-from tests.simulation.world import BLOCK_SIZE, LEASE_S, Packet, World
+from tests.simulation.under_way import Packet
+from tests.simulation.world import BLOCK_SIZE, LEASE_S, World
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 ROUTER = Peer("router-0", 1)

@@ -92,6 +92,10 @@ class PeerServer:
             for info in self.transport.peers()
         ]
 
+    def links(self) -> list[list[float]]:
+        """Per peer the GB/s of the probe and of the writes since."""
+        return [[info.probe_gbps, info.link_gbps] for info in self.transport.peers()]
+
     def fill(self, seed: int) -> None:
         for block_id in range(1, NUM_BLOCKS):
             address = ctypes.addressof(self.cache) + block_id * LAYOUT.block_bytes

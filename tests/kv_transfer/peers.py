@@ -60,7 +60,7 @@ def record(
         role=role,
         pid=1,
         host="localhost",
-        address="tcp://127.0.0.1:1",
+        address=f"tcp://127.0.0.1:{5000 + incarnation}",
         metrics_address="",
         model=ModelIdentity(
             name="m",
@@ -91,8 +91,10 @@ class Harness:
         self.workers: list[Worker] = []
         self.own = self.start("p0", "prefill", **own_options)
         self.events: list[tuple[str, Peer]] = []
-        self.frozen: set[Peer] = set()  # whose processes are there, whatever the registry says
+        self.alive: set[Peer] = set()  # whose processes exist, whatever the registry says
         self.num_checks = 0
+        self.checks_wait = False  # for ``answer_checks``, else they are answered at once
+        self._checks: list[tuple[Peer, Future[bool]]] = []
         self._posted: queue.Queue[Callable[[], None]] = queue.Queue()
         self.connections = PeerConnections(
             self.own.transport,
@@ -109,9 +111,20 @@ class Harness:
 
     def _check_gone(self, absent: WorkerRecord) -> Future[bool]:
         self.num_checks += 1
-        future: Future[bool] = Future()
-        future.set_result(Peer(absent.id, absent.incarnation) not in self.frozen)
+        self._checks.append((Peer(absent.id, absent.incarnation), Future()))
+        future = self._checks[-1][1]
+        if not self.checks_wait:
+            self.answer_checks()
         return future
+
+    def answer_checks(self, error: Exception | None = None) -> None:
+        """Say whether the processes in question are gone by now, or fail to find out."""
+        checks, self._checks = self._checks, []
+        for peer, future in checks:
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(peer not in self.alive)
 
     def _connected(self, peer: Peer, connected: WorkerRecord) -> None:
         assert (connected.id, connected.incarnation) == (peer.worker_id, peer.incarnation)
@@ -122,6 +135,7 @@ class Harness:
     def _lost(self, peer: Peer) -> None:
         assert self.connections.get(peer.worker_id) != peer
         assert peer not in self.agents, "it cannot be written to any more when that is told"
+        assert peer not in self.alive, "it cannot write any more when that is told"
         self.events.append(("lost", peer))
 
     @property

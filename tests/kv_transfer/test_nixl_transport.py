@@ -90,6 +90,24 @@ def test_a_notification_reaches_a_worker_that_does_not_expect_one(pair: Pair) ->
     assert prefill("received", count=before + 1)[before][0] == "hello"
 
 
+def test_a_path_is_measured_when_it_is_set_up_and_with_each_large_write(pair: Pair) -> None:
+    prefill, decode = pair
+    ((probe, link),) = prefill("links")
+    assert probe > 0
+    assert link > 0
+    prefill("write", peer=decode.peer, local=[1], remote=[1])
+    assert prefill("links") == [[probe, link]], "small writes tell of latency only"
+    blocks = list(range(1, NUM_BLOCKS))
+    prefill("write", peer=decode.peer, local=blocks, remote=blocks)
+    ((unchanged, moved),) = prefill("links")
+    assert unchanged == probe, "what later writes are compared with"
+    assert moved > 0
+    assert moved != link
+    ((other_probe, other_link),) = decode("links")
+    assert other_probe > 0
+    assert other_link == other_probe, "nothing was written that way since"
+
+
 @pytest.mark.parametrize(
     ("local", "remote", "named"),
     [

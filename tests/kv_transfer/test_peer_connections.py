@@ -150,51 +150,6 @@ def test_a_worker_that_returns_unchanged_is_connected_after_it_was_lost(harness:
     assert harness.take_events() == [("connected", d0.peer), ("lost", d0.peer), ("connected", d0.peer)]
 
 
-def test_a_frozen_worker_is_not_lost_until_its_process_is_gone(
-    harness: Harness, caplog: pytest.LogCaptureFixture
-) -> None:
-    d0 = harness.start("d0")
-    harness.update(d0.record, completions=1)
-    harness.take_events()
-    harness.frozen.add(d0.peer)
-    for _ in range(3):
-        harness.update()
-    assert harness.connections.get("d0") is None, "nothing new is begun with it"
-    assert harness.agents == [d0.peer], "it may still write"
-    assert harness.take_events() == []
-    assert harness.num_checks == 3, "asked again with each update"
-    assert caplog.text.count("is not known to be dead") == 1
-    harness.frozen.clear()
-    harness.update(completions=1)
-    assert harness.take_events() == [("lost", d0.peer)]
-    assert harness.agents == []
-
-
-def test_a_frozen_worker_that_goes_on_was_never_lost(harness: Harness) -> None:
-    d0 = harness.start("d0")
-    harness.update(d0.record, completions=1)
-    harness.frozen.add(d0.peer)
-    harness.update()
-    harness.update(d0.record)
-    assert harness.connections.get("d0") == d0.peer
-    assert harness.take_events() == [("connected", d0.peer), ("connected", d0.peer)]
-    assert harness.is_quiet()
-
-
-def test_a_successor_waits_until_the_frozen_process_is_gone(harness: Harness) -> None:
-    old, new = harness.start("d0", incarnation=1), harness.start("d0", incarnation=2)
-    harness.update(old.record, completions=1)
-    harness.frozen.add(old.peer)
-    harness.update(new.record)
-    assert harness.connections.get("d0") is None
-    assert harness.agents == [old.peer]
-    harness.frozen.clear()
-    harness.update(new.record, completions=1)
-    harness.update(new.record, completions=1)
-    assert harness.connections.get("d0") == new.peer
-    assert harness.take_events() == [("connected", old.peer), ("lost", old.peer), ("connected", new.peer)]
-
-
 # --- restarts -------------------------------------------------------------------------------------------
 
 

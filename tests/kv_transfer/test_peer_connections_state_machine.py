@@ -1,4 +1,4 @@
-"""Workers start, register, vanish and fail in any order: the right ones end up connected."""
+"""Workers start, register, freeze, die and fail in any order: the right ones end up connected."""
 
 from __future__ import annotations
 
@@ -10,58 +10,64 @@ from cluster.members import WorkerRecord
 from kv_transfer.transport import Peer, TransferError
 from tests.kv_transfer.peers import Harness, Worker
 
+IDS = ("d0", "d1", "d2")
+
 
 class PeerConnectionsMachine(RuleBasedStateMachine):
-    """Three decode workers that start, register, vanish and fail in any order."""
+    """Three decode workers that start, register, freeze, die and fail in any order.
 
-    ids = st.sampled_from(["d0", "d1", "d2"])
+    A process without a lease is frozen, or cut off from the registry: it exists, and may come back. Of one id
+    there may be several, of which the registry lists the newest.
+    """
+
+    ids = st.sampled_from(IDS)
 
     @initialize()
     def start(self) -> None:
         self.harness = Harness()
-        self.running: dict[str, Worker] = {}
+        self.harness.checks_wait = True
+        self.processes: dict[Peer, Worker] = {}  # that exist
         self.registered: dict[str, WorkerRecord] = {}
-        self.incarnations = dict.fromkeys(["d0", "d1", "d2"], 0)
+        self.incarnations = dict.fromkeys(IDS, 0)
         self.open: set[Peer] = set()  # connected and not lost since
         self.num_seen = 0
 
     @rule(worker_id=ids)
     def worker_starts_and_registers(self, worker_id: str) -> None:
         self.incarnations[worker_id] += 1
-        self.running[worker_id] = self.harness.start(worker_id, incarnation=self.incarnations[worker_id])
-        self.registered[worker_id] = self.running[worker_id].record
+        worker = self.harness.start(worker_id, incarnation=self.incarnations[worker_id])
+        self.processes[worker.peer] = worker
+        self.harness.alive.add(worker.peer)
+        self.registered[worker_id] = worker.record
 
-    @rule(worker_id=ids)
-    def worker_dies(self, worker_id: str) -> None:
-        if worker_id in self.running:
-            self.running.pop(worker_id).transport.close()
+    @rule(worker_id=ids, newest=st.booleans())
+    def worker_dies(self, worker_id: str, newest: bool) -> None:
+        """The newest process of that id, or the oldest."""
+        peers = sorted((peer for peer in self.processes if peer.worker_id == worker_id), key=_incarnation)
+        if peers:
+            self._die(peers[-1 if newest else 0])
 
     @rule(worker_id=ids)
     def lease_ends(self, worker_id: str) -> None:
         self.registered.pop(worker_id, None)
 
     @rule(worker_id=ids)
-    def worker_freezes(self, worker_id: str) -> None:
-        """It loses its lease, and nobody can know whether it will go on."""
-        if worker_id in self.running:
-            self.harness.frozen.add(self.running[worker_id].peer)
-            self.registered.pop(worker_id, None)
-
-    @rule()
-    def frozen_workers_die(self) -> None:
-        self.harness.frozen.clear()
-
-    @rule(worker_id=ids)
     def lease_is_renewed(self, worker_id: str) -> None:
-        if worker_id in self.running:
-            self.registered[worker_id] = self.running[worker_id].record
+        worker = self.processes.get(Peer(worker_id, self.incarnations[worker_id]))
+        if worker is not None:
+            self.registered[worker_id] = worker.record
 
     @rule()
     def update(self) -> None:
         self.harness.connections.update(list(self.registered.values()))
 
     @rule()
+    def checks_end(self) -> None:
+        self.harness.answer_checks()
+
+    @rule()
     def completion(self) -> None:
+        self._await_transport()
         if not self.harness.is_quiet():
             self.harness.pump()
 
@@ -76,25 +82,37 @@ class PeerConnectionsMachine(RuleBasedStateMachine):
 
     @rule()
     def everything_settles(self) -> None:
-        self.harness.frozen.clear()
+        """Whoever has no lease dies, too."""
+        for worker in list(self.processes.values()):
+            if self.registered.get(worker.record.id) != worker.record:
+                self._die(worker.peer)
         for _ in range(3):  # lose the old one, connect, and once more for a completion that was under way
             self.update()
             self._drain()
-        for worker_id in self.incarnations:
+        for worker_id in IDS:
             wanted = self.registered.get(worker_id)
             connected = self.harness.connections.get(worker_id)
-            worker = self.running.get(worker_id)
             if wanted is None:
                 assert connected is None
-            elif worker is not None and worker.record == wanted:
-                assert connected == worker.peer
+            elif Peer(wanted.id, wanted.incarnation) in self.processes:
+                assert connected == Peer(wanted.id, wanted.incarnation)
         assert self.harness.connections.is_settled
         assert {peer.worker_id for peer in self.harness.agents} <= set(self.registered)
 
-    def _drain(self) -> None:
-        """Run all completions: whatever was submitted before this no-op has been posted when it is done."""
+    def _die(self, peer: Peer) -> None:
+        self.processes.pop(peer).transport.close()
+        self.harness.alive.discard(peer)
+
+    def _await_transport(self) -> None:
+        """Whatever was submitted before this no-op has been posted when it is done."""
         self.harness.own.transport.remove_peer(Peer("nobody", 0)).result(timeout=20)
-        while not self.harness.is_quiet():
+
+    def _drain(self) -> None:
+        while True:
+            self.harness.answer_checks()
+            self._await_transport()
+            if self.harness.is_quiet():
+                return
             self.harness.pump()
 
     @invariant()
@@ -105,16 +123,20 @@ class PeerConnectionsMachine(RuleBasedStateMachine):
                 assert not others, f"{others} were not lost before {peer} was connected"
                 self.open.add(peer)
             else:
-                assert peer not in self.harness.frozen, "it may still write"
+                assert peer not in self.harness.alive, "it may still write"
                 self.open.discard(peer)
         self.num_seen = len(self.harness.events)
-        for worker_id in self.incarnations:
+        for worker_id in IDS:
             connected = self.harness.connections.get(worker_id)
             assert connected is None or connected in self.open, "it was never announced"
 
     def teardown(self) -> None:
         if hasattr(self, "harness"):
             self.harness.close()
+
+
+def _incarnation(peer: Peer) -> int:
+    return peer.incarnation
 
 
 def test_any_order_of_events() -> None:

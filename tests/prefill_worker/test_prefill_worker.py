@@ -9,7 +9,8 @@ from cluster.messages import Cancel, Generate, HandoffFenced, HandoffProgress, M
 from kv_transfer.transport import Peer
 from prefill_worker.prefill_worker import PrefillWorker
 from tests.engine.prefix_runner import greedy, oracle
-from tests.simulation.world import HEARTBEAT_S, Packet, Worker, World
+from tests.simulation.under_way import Packet
+from tests.simulation.world import HEARTBEAT_S, Worker, World
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
@@ -228,6 +229,17 @@ def test_a_worker_that_stood_still_writes_no_more(bench: Bench) -> None:
 def test_messages_for_other_roles_are_dropped(bench: Bench) -> None:
     bench.arrive(Generate(request_id="r", attempt=1, prompt_token_ids=PROMPT, sampling=greedy()))
     assert bench.role.num_active == 0
+
+
+def test_a_duplicate_during_a_drain_does_not_call_off_what_is_being_written(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message())
+    bench.run(1)
+    bench.role.drain()
+    bench.arrive(bench.prefill_message())
+    assert bench.answers() == [], "the decode worker would take its blocks back under the writer"
+    bench.run()
+    bench.land_all()
+    assert [type(answer) for answer in bench.answers()] == [Sealed]
 
 
 def test_landed_blocks_are_told_in_order_of_the_prompt(bench: Bench) -> None:

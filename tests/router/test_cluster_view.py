@@ -8,7 +8,7 @@ import pytest
 
 from cluster.block_hash import hash_blocks, root_hash
 from cluster.members import WorkerRecord
-from cluster.messages import KvEvents, LoadUpdate, Subscribe, TokenBatch
+from cluster.messages import Cancel, KvEvents, LoadUpdate, Subscribe, TokenBatch
 from router.cluster_view import ClusterView, WorkerUnreachableError
 from router.prompt_hashes import PromptHashes
 from tests.router.factories import LAYOUT, Connections, load_report, model_identity, worker_record
@@ -182,3 +182,137 @@ def test_unknown_senders_are_counted(harness: Harness) -> None:
     harness.members()
     connection.answer(LoadUpdate(load=load_report()))
     assert harness.dropped == ["unknown_sender"]
+
+
+# --- broken connections ------------------------------------------------------------------------------------
+
+
+def ready(harness: Harness, *names: str) -> None:
+    """These decode workers are members, have reported, and have sent their snapshot."""
+    harness.members(*(worker_record(name) for name in names))
+    for name in names:
+        connection = harness.connections[name]
+        connection.answer(LoadUpdate(load=load_report()))
+        connection.answer(KvEvents(sequence=4, stored=[b"a"], snapshot=True))
+        connection.take(Subscribe)
+
+
+def is_reachable(harness: Harness) -> dict[str, bool]:
+    decode, _ = harness.view.snapshots("test-model", PromptHashes([1, 2, 3]))
+    return {worker.id: worker.is_reachable for worker in decode}
+
+
+def test_a_worker_whose_connection_breaks_is_unreachable_and_its_requests_are_lost(harness: Harness) -> None:
+    ready(harness, "d0", "d1")
+    assert is_reachable(harness) == {"d0": True, "d1": True}
+    assert harness.view.models(ready=True) == ["test-model"]
+    harness.connections["d0"].disconnect()
+    assert harness.lost == ["d0"]
+    assert is_reachable(harness) == {"d0": False, "d1": True}
+    view = harness.view.get("d0")
+    assert view is not None, "it is still a member"
+    assert (view.state, view.is_ready) == ("unreachable", False)
+    harness.connections["d1"].disconnect()
+    assert harness.view.models(ready=True) == []
+    assert harness.view.models(ready=False) == ["test-model"]
+
+
+def test_a_loss_is_told_once_while_it_lasts(harness: Harness) -> None:
+    """The connection may break again at each attempt to renew it."""
+    ready(harness, "d0")
+    for _ in range(3):
+        harness.connections["d0"].disconnect()
+    assert harness.lost == ["d0"]
+    harness.connections["d0"].answer(LoadUpdate(load=load_report()))
+    harness.connections["d0"].disconnect()
+    assert harness.lost == ["d0", "d0"], "another loss, after it was back"
+
+
+def test_a_lost_worker_that_leaves_is_told_again(harness: Harness) -> None:
+    """What was moved back to it in between, because it had been reachable again, is lost only now. For what
+    was lost before, nothing is left to do."""
+    ready(harness, "d0")
+    harness.connections["d0"].disconnect()
+    harness.members()
+    assert harness.lost == ["d0", "d0"]
+    assert harness.view.workers == ()
+
+
+def test_the_next_message_of_an_unreachable_worker_makes_it_reachable(harness: Harness) -> None:
+    ready(harness, "d0")
+    harness.connections["d0"].disconnect()
+    harness.connections["d0"].answer(TokenBatch(outputs=[]))
+    view = harness.view.get("d0")
+    assert view is not None
+    assert (view.state, view.is_ready) == ("ready", True), "what it said last holds"
+    assert is_reachable(harness) == {"d0": True}
+    harness.connections["d0"].answer(LoadUpdate(load=load_report(state="draining")))
+    assert view.state == "draining"
+
+
+def test_a_message_of_another_incarnation_is_no_sign_of_life(harness: Harness) -> None:
+    harness.members(worker_record("d0", incarnation=5))
+    connection = harness.connections["d0"]
+    connection.answer(LoadUpdate(load=load_report()))
+    connection.disconnect()
+    connection.answer(LoadUpdate(load=load_report()), incarnation=4)
+    connection.answer(LoadUpdate(load=load_report()), incarnation=6)
+    assert is_reachable(harness) == {"d0": False}
+    assert harness.dropped == ["old_incarnation", "unknown_incarnation"]
+
+
+def test_after_a_break_the_whole_cache_is_asked_for_until_it_came(harness: Harness) -> None:
+    """Events may be lost. What is known stays until then: it is better than nothing."""
+    ready(harness, "d0")
+    connection = harness.connections["d0"]
+    harness.view.heartbeat()
+    assert connection.take(Subscribe) == [Subscribe(snapshot=False)], "else this shows nothing"
+    connection.disconnect()
+    for _ in range(2):
+        harness.view.heartbeat()
+    assert connection.take(Subscribe) == [Subscribe(snapshot=True)] * 2
+    assert harness.view.kv_index.num_blocks("d0") == 1
+    connection.answer(KvEvents(sequence=5, stored=[b"b"]))
+    assert harness.view.kv_index.workers(b"b") == (), "the event before it may be missing"
+    connection.take(Subscribe)
+    connection.answer(KvEvents(sequence=6, stored=[b"c"], snapshot=True))
+    harness.view.heartbeat()
+    assert connection.take(Subscribe) == [Subscribe(snapshot=False)]
+    assert harness.view.kv_index.workers(b"a") == ()
+    assert harness.view.kv_index.workers(b"c") == ("d0",)
+
+
+def test_the_break_of_a_former_connection_changes_nothing(harness: Harness) -> None:
+    ready(harness, "d0")
+    old = harness.connections["d0"]
+    harness.members(worker_record("d0", incarnation=2))
+    harness.connections["d0"].answer(LoadUpdate(load=load_report()))
+    assert harness.lost == ["d0"]
+    old.disconnect()
+    assert harness.lost == ["d0"]
+    assert is_reachable(harness) == {"d0": True}
+    harness.members()
+    old.disconnect()
+    assert harness.lost == ["d0", "d0"], "one for each incarnation that left"
+
+
+def test_a_router_that_stood_still_suspects_everybody(harness: Harness) -> None:
+    ready(harness, "d0", "d1")
+    harness.view.suspect_all()
+    assert sorted(harness.lost) == ["d0", "d1"]
+    assert is_reachable(harness) == {"d0": False, "d1": False}
+    harness.view.heartbeat()
+    assert harness.connections["d0"].take(Subscribe) == [Subscribe(snapshot=True)]
+    harness.connections["d0"].answer(LoadUpdate(load=load_report()))
+    assert is_reachable(harness) == {"d0": True, "d1": False}
+    harness.view.suspect_all()
+    assert sorted(harness.lost) == ["d0", "d0", "d1"], "who is lost already is not lost again"
+
+
+def test_a_broken_worker_can_still_be_sent_to(harness: Harness) -> None:
+    """What is queued goes out when the connection is back: so a cancel reaches it."""
+    ready(harness, "d0")
+    harness.connections["d0"].disconnect()
+    cancel = Cancel(request_id="r", attempt=0, reason="moved")
+    assert harness.view.send("d0", cancel) == 1
+    assert harness.connections["d0"].take(Cancel) == [cancel]

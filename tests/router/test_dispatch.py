@@ -2,90 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
-from cluster.members import WorkerRecord
-from cluster.messages import (
-    Cancel,
-    Envelope,
-    Generate,
-    LoadUpdate,
-    Message,
-    RequestError,
-    RequestTimings,
-    TokenBatch,
-    TokenOutput,
-)
-from cluster.sampling_params import SamplingParams
+from cluster.messages import Cancel, Generate, RequestError, RequestTimings
 from router import dispatch
-from router.cluster_view import ClusterView
-from router.dispatch import Dispatcher
-from router.in_flight import Generation, SequenceRequest
-from router.metrics import RouterMetrics
-from router.policy.choose_workers import PolicySettings
 from router.policy.plan import NoWorkerError
-from tests.router.factories import RecordingConnection, load_report, worker_record
-
-
-class Bench:
-    """A dispatcher over a real view, whose workers are played by the test."""
-
-    def __init__(self) -> None:
-        self.connections: dict[str, RecordingConnection] = {}
-        self.log: list[tuple[str, Message]] = []  # what was sent, to whom
-        self.view = ClusterView(
-            connect=self.connect,
-            on_tokens=lambda worker, batch: self.dispatcher.on_tokens(worker, batch),
-            on_worker_lost=lambda worker: self.dispatcher.on_worker_lost(worker),
-            on_dropped=lambda reason: None,
-        )
-        self.dispatcher = Dispatcher(self.view, PolicySettings(local_prefill_max_tokens=16), RouterMetrics())
-        self.incarnations: dict[str, int] = {}
-
-    def connect(
-        self, record: WorkerRecord, on_message: Callable[[Envelope], None], disconnect: Callable[[], None]
-    ) -> RecordingConnection:
-        bench = self
-
-        class Logged(RecordingConnection):
-            def send(self, message: Message) -> None:
-                super().send(message)
-                bench.log.append((record.id, message))
-
-        self.connections[record.id] = Logged(record, on_message, disconnect)
-        return self.connections[record.id]
-
-    def workers(self, **incarnations: int) -> None:
-        """These decode workers are registered now, and ready; underscores stand for dashes."""
-        self.incarnations = {name.replace("_", "-"): number for name, number in incarnations.items()}
-        records = [worker_record(name, "decode", number) for name, number in self.incarnations.items()]
-        self.view.update(records, ())
-        for name in self.incarnations:
-            self.say(name, LoadUpdate(load=load_report(state="ready")))
-
-    def say(self, worker: str, message: Message) -> None:
-        self.connections[worker].answer(message)
-
-    def start(self, **fields: Any) -> Generation:
-        request = SequenceRequest(
-            request_id="r",
-            model=worker_record("w").model.name,
-            prompt_token_ids=[1, 2, 3],
-            sampling=SamplingParams(max_tokens=10, seed=9),
-            **fields,
-        )
-        return self.dispatcher.start([request], timeout_ms=60_000)
-
-    def sent(self, kind: type[Message]) -> list[tuple[str, Any]]:
-        return [(worker, message) for worker, message in self.log if isinstance(message, kind)]
-
-    def tokens(self, worker: str, *token_ids: int, attempt: int = 0, **fields: Any) -> None:
-        output = TokenOutput(request_id="r", attempt=attempt, token_ids=list(token_ids), **fields)
-        self.say(worker, TokenBatch(outputs=[output]))
+from tests.router.dispatch_bench import TIMEOUT_MS, Bench, received, token_ids
 
 
 @pytest.fixture
@@ -93,44 +15,114 @@ async def bench() -> Bench:
     return Bench()
 
 
-async def received(generation: Generation) -> list[TokenOutput]:
-    outputs = await asyncio.wait_for(generation.next(), 5)
-    return [output for _, output in outputs]
+def cancels(bench: Bench) -> list[tuple[str, int, str]]:
+    """Worker, attempt and reason of each cancel."""
+    return [(worker, cancel.attempt, cancel.reason) for worker, cancel in bench.sent(Cancel)]
+
+
+# --- moving ------------------------------------------------------------------------------------------------
 
 
 async def test_an_answer_that_has_begun_moves_with_its_tokens(bench: Bench) -> None:
     bench.workers(d0=1, d1=1)
     generation = bench.start()
     ((first, generate),) = bench.sent(Generate)
-    other = "d1" if first == "d0" else "d0"
-    bench.tokens(first, 5, timings=RequestTimings(prefill_ms=1.0))
-    bench.tokens(first, 6)
-    bench.workers(**{other: 1})  # the first is gone
+    assert first == "d0"
+    bench.tokens("d0", 5, timings=RequestTimings(prefill_ms=1.0))
+    bench.tokens("d0", 6)
+    bench.workers(d1=1)  # the first is gone
     ((_, _), (second, moved)) = bench.sent(Generate)
-    assert second == other
+    assert second == "d1"
     assert moved.attempt == generate.attempt + 1
     assert moved.output_token_ids == [5, 6]
     assert moved.sampling == generate.sampling
-    assert moved.deadline == generate.deadline
-    bench.tokens(other, 7, attempt=1, timings=RequestTimings(prefill_ms=2.0))
-    bench.tokens(other, 8, attempt=1, finish_reason="length")
+    assert moved.deadline == generate.deadline == bench.clock.unix() + TIMEOUT_MS / 1000
+    bench.tokens("d1", 7, attempt=1, timings=RequestTimings(prefill_ms=2.0))
+    bench.tokens("d1", 8, attempt=1, finish_reason="length")
     outputs = await received(generation)
-    assert [token for output in outputs for token in output.token_ids] == [5, 6, 7, 8]
+    assert token_ids(outputs) == [5, 6, 7, 8]
     assert [output.timings for output in outputs[1:]] == [None] * 3
     assert outputs[-1].finish_reason == "length"
     assert len(bench.dispatcher.in_flight) == 0
 
 
-async def test_late_tokens_of_the_old_attempt_are_dropped(bench: Bench) -> None:
+async def test_a_broken_connection_is_enough_to_move(bench: Bench) -> None:
+    """The worker may live: it is told to stop, in case the order reaches it, before another one begins."""
+    bench.workers(d0=1, d1=1)
+    generation = bench.start()
+    bench.tokens("d0", 5)
+    bench.log.clear()
+    bench.disconnect("d0")
+    ((first, cancel), (second, moved)) = bench.log
+    assert (first, cancel) == ("d0", Cancel(request_id="r", attempt=0, reason="moved"))
+    assert isinstance(moved, Generate)
+    assert (second, moved.attempt, moved.output_token_ids) == ("d1", 1, [5])
+    bench.tokens("d1", 6, attempt=1, finish_reason="stop")
+    assert token_ids(await received(generation)) == [5, 6]
+
+
+async def test_a_worker_that_leaves_after_its_connection_broke_loses_nothing_more(bench: Bench) -> None:
+    bench.workers(d0=1, d1=1)
+    bench.start()
+    bench.disconnect("d0")
+    bench.workers(d1=1)
+    bench.timers.advance(1.0)
+    assert bench.generates() == [("d0", 0, None), ("d1", 1, None)]
+    assert cancels(bench) == [("d0", 0, "moved")]
+    assert bench.metric("redispatches_total", reason="worker_lost", kind="retry") == 1
+
+
+async def test_all_sequences_of_a_lost_worker_move_and_no_others(bench: Bench) -> None:
+    bench.workers(d0=1, d1=1)
+    bench.start("a", "b", "c", "d")
+    placed = {one.request_id: worker for worker, one in bench.sent(Generate)}
+    assert sorted(placed.values()) == ["d0", "d0", "d1", "d1"]
+    bench.log.clear()
+    bench.disconnect("d0")
+    moved = sorted(name for name, worker in placed.items() if worker == "d0")
+    assert sorted(one.request_id for _, one in bench.sent(Cancel)) == moved
+    assert sorted(one.request_id for _, one in bench.sent(Generate)) == moved
+    assert {worker for worker, _ in bench.sent(Generate)} == {"d1"}
+
+
+async def test_a_worker_with_a_full_queue_is_no_attempt(bench: Bench) -> None:
+    bench.workers(d0=1, d1=1)
+    bench.connections["d0"].is_full = True
+    bench.start()
+    assert bench.generates() == [("d1", 0, None)]
+
+
+async def test_an_error_that_another_worker_would_repeat_ends_the_request(bench: Bench) -> None:
+    bench.workers(d0=1, d1=1)
+    generation = bench.start()
+    bench.fails("d0", "invalid_request", retryable=False)
+    (output,) = await received(generation)
+    assert output.error is not None
+    assert output.error.code == "invalid_request"
+    assert bench.generates() == [("d0", 0, None)]
+    assert len(bench.dispatcher.in_flight) == 0
+
+
+async def test_attempts_are_bounded(bench: Bench) -> None:
     bench.workers(d0=1)
     generation = bench.start()
-    bench.tokens("d0", error=RequestError(code="draining", message="drains", retryable=True))
-    bench.workers(d0=1, d1=1)
-    await asyncio.sleep(0.3)
-    bench.tokens("d0", 99, attempt=0)
-    ((_, _), (worker, _)) = bench.sent(Generate)
-    bench.tokens(worker, 5, attempt=1, finish_reason="stop")
-    assert [token for output in await received(generation) for token in output.token_ids] == [5]
+    for attempt in range(dispatch.MAX_ATTEMPTS):
+        bench.fails("d0", "engine_error", attempt=attempt)
+        bench.timers.advance(1.0)
+    assert bench.generates() == [("d0", attempt, None) for attempt in range(dispatch.MAX_ATTEMPTS)]
+    (output,) = await received(generation)
+    assert output.error is not None
+    assert output.error.code == "engine_error"
+
+
+async def test_without_any_worker_a_new_request_is_refused_at_once(bench: Bench) -> None:
+    with pytest.raises(NoWorkerError):
+        bench.start()
+    assert len(bench.dispatcher.in_flight) == 0
+    assert len(bench.timers) == 0
+
+
+# --- waiting for a worker ----------------------------------------------------------------------------------
 
 
 async def test_it_waits_for_the_lost_worker_to_come_back(bench: Bench) -> None:
@@ -138,13 +130,67 @@ async def test_it_waits_for_the_lost_worker_to_come_back(bench: Bench) -> None:
     generation = bench.start()
     bench.tokens("d0", 5)
     bench.workers()
+    bench.timers.advance(3.0)
     assert len(bench.sent(Generate)) == 1
-    await asyncio.sleep(0.3)
     bench.workers(d0=2)
-    await asyncio.sleep(0.3)
+    bench.timers.advance(1.0)
     assert [message.output_token_ids for _, message in bench.sent(Generate)] == [[], [5]]
     bench.tokens("d0", 6, attempt=1, finish_reason="stop")
-    assert [token for output in await received(generation) for token in output.token_ids] == [5, 6]
+    assert token_ids(await received(generation)) == [5, 6]
+
+
+async def test_it_waits_for_a_broken_connection_to_come_back(bench: Bench) -> None:
+    """The same process may take it again, after it was told to stop the first attempt."""
+    bench.workers(d0=1)
+    generation = bench.start()
+    bench.tokens("d0", 5)
+    bench.disconnect("d0")
+    bench.timers.advance(3.0)
+    assert bench.generates() == [("d0", 0, None)]
+    assert cancels(bench) == [("d0", 0, "moved")]
+    bench.report("d0")
+    bench.timers.advance(1.0)
+    assert bench.generates() == [("d0", 0, None), ("d0", 1, None)]
+    bench.tokens("d0", 99, attempt=0)  # before the cancel came there
+    bench.tokens("d0", 6, attempt=1, finish_reason="stop")
+    assert token_ids(await received(generation)) == [5, 6]
+    assert cancels(bench) == [("d0", 0, "moved")], "once is enough"
+
+
+async def test_the_wait_is_bounded_and_ends_with_the_first_error(bench: Bench) -> None:
+    bench.workers(d0=1)
+    generation = bench.start()
+    bench.disconnect("d0")
+    bench.timers.advance(dispatch.RECOVERY_WAIT_S - 0.5)
+    assert 0 in generation.unfinished
+    bench.timers.advance(1.0)
+    (output,) = await received(generation)
+    assert output.error == RequestError(
+        code="worker_lost",
+        message="The worker d0 that served this request was lost. Please retry.",
+        retryable=True,
+    )
+    assert output.finish_reason == "error"
+    assert len(bench.timers) == 1, "only the request's own deadline, until it is closed"
+    bench.dispatcher.close(generation, "done")
+    assert len(bench.timers) == 0
+    bench.report("d0")
+    bench.timers.advance(60.0)
+    assert bench.generates() == [("d0", 0, None)]
+
+
+async def test_a_wait_that_begins_anew_is_bounded_anew(bench: Bench) -> None:
+    bench.workers(d0=1)
+    generation = bench.start()
+    bench.disconnect("d0")
+    bench.timers.advance(dispatch.RECOVERY_WAIT_S - 1)
+    bench.report("d0")
+    bench.timers.advance(0.5)
+    bench.disconnect("d0")
+    bench.timers.advance(dispatch.RECOVERY_WAIT_S - 1)
+    assert 0 in generation.unfinished
+    bench.timers.advance(2.0)
+    assert 0 not in generation.unfinished
 
 
 async def test_a_waiting_request_can_be_cancelled(bench: Bench) -> None:
@@ -153,55 +199,155 @@ async def test_a_waiting_request_can_be_cancelled(bench: Bench) -> None:
     bench.workers()
     bench.dispatcher.close(generation, "client")
     bench.workers(d0=2)
-    await asyncio.sleep(0.3)
+    bench.timers.advance(60.0)
     assert len(bench.sent(Generate)) == 1
+    assert len(bench.timers) == 0
 
 
-async def test_the_wait_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "RECOVERY_WAIT_S", 0.0)
+async def test_the_deadline_covers_the_wait(bench: Bench) -> None:
     bench.workers(d0=1)
     generation = bench.start()
-    bench.workers()
+    bench.timers.advance(TIMEOUT_MS / 1000 - 10)
+    bench.disconnect("d0")
+    bench.timers.advance(11.0)
     (output,) = await received(generation)
     assert output.error is not None
-    assert output.error.code == "worker_lost"
+    assert output.error.code == "timeout"
+    assert f"{TIMEOUT_MS} ms" in output.error.message
+    bench.report("d0")
+    bench.timers.advance(60.0)
+    assert bench.generates() == [("d0", 0, None)]
+    assert len(bench.timers) == 0
 
 
-async def test_attempts_are_bounded(bench: Bench) -> None:
+async def test_a_deadline_cancels_what_runs(bench: Bench) -> None:
     bench.workers(d0=1)
     generation = bench.start()
-    for attempt in range(dispatch.MAX_ATTEMPTS):
-        bench.tokens(
-            "d0", attempt=attempt, error=RequestError(code="engine_error", message="no", retryable=True)
-        )
-        await asyncio.sleep(0.25)
-    (output,) = await received(generation)
-    assert output.error is not None
-    assert output.error.code == "engine_error"
+    bench.tokens("d0", 5)
+    bench.timers.advance(TIMEOUT_MS / 1000 + 1)
+    outputs = await received(generation)
+    assert token_ids(outputs) == [5]
+    assert outputs[-1].error is not None
+    assert outputs[-1].error.code == "timeout"
+    assert cancels(bench) == [("d0", 0, "timeout")]
+    assert len(bench.dispatcher.in_flight) == 0
 
 
-async def test_an_error_that_another_worker_would_repeat_ends_the_request(bench: Bench) -> None:
+async def test_at_shutdown_running_and_waiting_requests_end(bench: Bench) -> None:
+    bench.workers(d0=1)
+    waiting = bench.start("a")
+    bench.disconnect("d0")
+    bench.workers(d0=1, d1=1)
+    running = bench.start("b")
+    bench.dispatcher.close_all("shutdown")
+    for generation in (waiting, running):
+        (output,) = await received(generation)
+        assert output.error is not None
+        assert output.error.code == "shutting_down"
+    bench.timers.advance(60.0)
+    assert [one.request_id for _, one in bench.sent(Generate)] == ["a", "b"]
+
+
+# --- what a worker is told ---------------------------------------------------------------------------------
+
+
+async def test_late_tokens_of_the_old_attempt_are_dropped(bench: Bench) -> None:
     bench.workers(d0=1, d1=1)
     generation = bench.start()
-    ((worker, _),) = bench.sent(Generate)
-    bench.tokens(worker, error=RequestError(code="invalid_request", message="no"))
-    (output,) = await received(generation)
-    assert output.error is not None
-    assert len(bench.sent(Generate)) == 1
+    bench.fails("d0", "draining")
+    bench.tokens("d0", 99, attempt=0)
+    assert bench.metric("dropped_messages_total", reason="old_attempt") == 1
+    bench.tokens("d1", 5, attempt=1, finish_reason="stop")
+    assert token_ids(await received(generation)) == [5]
+
+
+async def test_a_worker_that_goes_on_with_an_old_attempt_is_told_once(bench: Bench) -> None:
+    bench.workers(d0=1, d1=1, d2=1)
+    bench.start()
+    bench.fails("d0", "draining")  # so it has stopped, or so it says
+    assert cancels(bench) == []
+    for _ in range(3):
+        bench.tokens("d0", 99, attempt=0)
+    assert cancels(bench) == [("d0", 0, "old_attempt")]
+    bench.fails("d1", "draining", attempt=1)
+    for _ in range(2):
+        bench.tokens("d1", 99, attempt=1)
+    assert cancels(bench) == [("d0", 0, "old_attempt"), ("d1", 1, "old_attempt")], "each attempt by itself"
+    assert bench.metric("dropped_messages_total", reason="old_attempt") == 5
+
+
+async def test_a_worker_that_goes_on_with_a_finished_request_is_told_once(bench: Bench) -> None:
+    bench.workers(d0=1)
+    bench.start()
+    bench.tokens("d0", 5, finish_reason="stop")
+    for _ in range(3):
+        bench.tokens("d0", 6)
+    assert cancels(bench) == [("d0", 0, "finished_request")]
+    assert bench.metric("dropped_messages_total", reason="finished_request") == 3
+
+
+async def test_a_worker_that_has_been_told_is_not_told_again(bench: Bench) -> None:
+    """Outputs that were on their way when the client left."""
+    bench.workers(d0=1)
+    generation = bench.start()
+    bench.dispatcher.close(generation, "client")
+    for _ in range(3):
+        bench.tokens("d0", 5)
+    assert cancels(bench) == [("d0", 0, "client")]
+    assert bench.metric("dropped_messages_total", reason="finished_request") == 3
+
+
+async def test_a_worker_that_was_not_asked_is_told_and_changes_nothing(bench: Bench) -> None:
+    bench.workers(d0=1, d1=1)
+    generation = bench.start()
+    for _ in range(2):
+        bench.tokens("d1", 99)
+    bench.tokens("d1", finish_reason="error", error=RequestError(code="engine_error", message="no"))
+    assert cancels(bench) == [("d1", 0, "wrong_worker")]
+    assert bench.metric("dropped_messages_total", reason="wrong_worker") == 3
+    bench.tokens("d0", 5, finish_reason="stop")
+    outputs = await received(generation)
+    assert token_ids(outputs) == [5]
+    assert outputs[-1].error is None
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length", "abort", "error"])
+async def test_the_last_output_of_what_is_over_needs_no_cancel(bench: Bench, finish_reason: str) -> None:
+    bench.workers(d0=1)
+    bench.start()
+    bench.tokens("d0", 5, finish_reason="stop")
+    bench.tokens("d0", 6, finish_reason=finish_reason)
+    assert cancels(bench) == []
+    assert bench.metric("dropped_messages_total", reason="finished_request") == 1
+
+
+async def test_a_worker_that_could_not_be_told_is_told_when_it_is_back(bench: Bench) -> None:
+    """It was frozen until its lease ended, so that it could not be reached when its request moved."""
+    bench.workers(d0=1, d1=1)
+    bench.start()
+    bench.workers(d1=1)
+    assert cancels(bench) == []
+    bench.workers(d0=1, d1=1)  # the same process
+    for _ in range(3):
+        bench.tokens("d0", 99, attempt=0)
+    assert cancels(bench) == [("d0", 0, "old_attempt")]
+
+
+async def test_a_full_queue_is_tried_again_with_the_next_late_output(bench: Bench) -> None:
+    bench.workers(d0=1)
+    bench.start()
+    bench.tokens("d0", 5, finish_reason="stop")
+    bench.connections["d0"].is_full = True
+    bench.tokens("d0", 6)
+    bench.connections["d0"].is_full = False
+    for _ in range(2):
+        bench.tokens("d0", 7)
+    assert cancels(bench) == [("d0", 0, "finished_request")]
 
 
 async def test_a_cancel_reaches_the_worker_that_has_it_now(bench: Bench) -> None:
     bench.workers(d0=1, d1=1)
     generation = bench.start()
-    ((first, _),) = bench.sent(Generate)
-    other = "d1" if first == "d0" else "d0"
-    bench.workers(**{other: 1})
+    bench.workers(d1=1)
     bench.dispatcher.close(generation, "client")
-    ((worker, cancel),) = bench.sent(Cancel)
-    assert (worker, cancel.attempt) == (other, 1)
-
-
-async def test_without_any_worker_a_new_request_is_refused_at_once(bench: Bench) -> None:
-    with pytest.raises(NoWorkerError):
-        bench.start()
-    assert len(bench.dispatcher.in_flight) == 0
+    assert cancels(bench) == [("d1", 1, "client")]

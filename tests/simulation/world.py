@@ -37,68 +37,19 @@ from engine.engine_commands import EngineCommands
 from kv_transfer.handoff import Handoff
 from kv_transfer.peer_connections import PeerConnections
 from kv_transfer.transport import Peer, TransferError, TransferStats
-from kv_transfer.verification import BlockVerifier
+from kv_transfer.verification import VerifyMode
 from prefill_worker.prefill_worker import PrefillWorker
 from tests.engine.prefix_runner import VOCAB_SIZE, make_engine
+from tests.simulation.under_way import InlineVerifier, Packet, SimulatedLoop, Write
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 15
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32")
 
 
+VERIFY: VerifyMode = "all"
 LEASE_S = 5.0
 HEARTBEAT_S = 1.0
-
-
-class InlineVerifier(BlockVerifier):
-    """Computes checksums at once, in the caller's thread: what happens when is the world's business."""
-
-    def checksums(self, block_ids: Sequence[int]) -> Future[list[int]]:
-        future: Future[list[int]] = Future()
-        future.set_result([self._checksum(block_id) for block_id in block_ids])
-        return future
-
-
-@dataclass(eq=False)
-class Write:
-    """A one-sided write under way: its bytes are read and written when it lands."""
-
-    source: Worker
-    target: Peer
-    local_ids: tuple[int, ...]
-    remote_ids: tuple[int, ...]
-    future: Future[TransferStats]
-
-
-@dataclass(eq=False)
-class Packet:
-    """A message under way between two lives of processes."""
-
-    sender: Peer
-    receiver: str  # id: whoever lives there when it arrives
-    message: Message
-    is_notification: bool = False
-
-
-class SimulatedLoop:
-    """Stands for the engine's thread: commands and steps run when the world says so."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.commands: list[tuple[Callable[[Engine], Any], Future[Any]]] = []
-
-    def submit(self, command: Callable[[Engine], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self.commands.append((command, future))
-        return future
-
-    def run_commands(self) -> None:
-        commands, self.commands = self.commands, []
-        for command, future in commands:
-            try:
-                future.set_result(command(self.engine))
-            except Exception as error:
-                future.set_exception(error)
 
 
 @dataclass(eq=False)
@@ -122,7 +73,7 @@ class Worker:
         commands = EngineCommands(self.loop, self.posts.append)  # type: ignore[arg-type]
         kv = self.runner.kv
         verifier = InlineVerifier(
-            "all",
+            VERIFY,
             base_address=kv.data_ptr(),
             block_bytes=kv[0].numel() * kv.element_size(),
             num_blocks=NUM_BLOCKS,
@@ -182,7 +133,7 @@ class Worker:
             role=self.role_name,
             pid=1,
             host="h",
-            address="tcp://127.0.0.1:1",
+            address=f"tcp://127.0.0.1:{5000 + self.peer.incarnation}",
             metrics_address="",
             model=ModelIdentity(
                 name="m",

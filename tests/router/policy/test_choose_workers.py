@@ -85,6 +85,8 @@ def test_cached_prefix_on_a_buried_prefill_worker_is_left() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
+        ({"is_reachable": False}, "is unreachable"),
+        ({"is_reachable": False, "state": "draining"}, "is unreachable"),
         ({"state": "draining"}, "is draining"),
         ({"state": "starting"}, "is starting"),
         ({"max_model_len": 64}, "takes at most 64 tokens"),
@@ -111,6 +113,47 @@ def test_excluded_worker_is_not_tried_again() -> None:
     assert plan.decode_worker == "d1"
 
 
+def test_an_unreachable_worker_is_passed_over_for_a_worse_one() -> None:
+    decode_workers = [decode("d0", cached_tokens=60, is_reachable=False), decode("d1", num_requests=4)]
+    prefill_workers = [
+        worker_snapshot("p0", cached_tokens=60, is_reachable=False),
+        worker_snapshot("p1", num_outstanding_prefill_tokens=10_000),
+    ]
+    plan = choose_workers(request(), decode_workers, prefill_workers, SETTINGS)
+    assert (plan.decode_worker, plan.prefill_worker) == ("d1", "p1")
+    assert {row.worker: row.reason for row in plan.candidates} == {
+        "d0": "is unreachable",
+        "d1": "",
+        "p0": "is unreachable",
+        "p1": "",
+    }
+
+
+def test_without_a_reachable_prefill_worker_the_decode_worker_prefills() -> None:
+    plan = choose_workers(request(), [decode("d0")], [worker_snapshot("p0", is_reachable=False)], SETTINGS)
+    assert plan.prefill_worker is None
+    assert plan.reason == "local prefill: no compatible prefill worker is ready"
+
+
+@pytest.mark.parametrize(("num_failed", "prefill_worker"), [(0, "p0"), (1, "p0"), (2, None), (3, None)])
+def test_after_two_failed_prefills_the_decode_worker_prefills(
+    num_failed: int, prefill_worker: str | None
+) -> None:
+    plan = choose_workers(
+        request(num_failed_prefills=num_failed), [decode("d0")], [worker_snapshot("p0")], SETTINGS
+    )
+    assert plan.prefill_worker == prefill_worker
+    if prefill_worker is None:
+        assert plan.reason == f"local prefill: {num_failed} prefill workers have failed this request"
+        assert (plan.cached_tokens, plan.uncached_tokens) == (0, 64)
+
+
+def test_how_many_prefills_may_fail_is_a_setting() -> None:
+    settings = PolicySettings(local_prefill_max_tokens=16, max_failed_prefills=1)
+    plan = choose_workers(request(num_failed_prefills=1), [decode("d0")], [worker_snapshot("p0")], settings)
+    assert plan.decision == "local"
+
+
 def test_incompatible_prefill_worker_is_not_used() -> None:
     plan = choose_workers(request(), [decode("d0", peers=frozenset())], [worker_snapshot("p0")], SETTINGS)
     assert plan.prefill_worker is None
@@ -135,6 +178,7 @@ snapshots = st.builds(
     worker_snapshot,
     st.sampled_from(["w0", "w1", "w2", "w3", "w4"]),
     state=st.sampled_from(["ready", "ready", "draining", "starting"]),
+    is_reachable=st.sampled_from([True, True, False]),
     num_requests=st.integers(0, 50),
     num_outstanding_prefill_tokens=st.integers(0, 5000),
     kv_blocks_free=st.integers(0, 1000),
@@ -151,11 +195,12 @@ def test_a_plan_is_always_executable(
     try:
         plan = choose_workers(request(num_tokens), decode_workers, prefill_workers, SETTINGS)
     except NoWorkerError:
-        assert all(worker.state != "ready" for worker in decode_workers)
+        assert not any(worker.state == "ready" and worker.is_reachable for worker in decode_workers)
         return
     chosen = next(worker for worker in decode_workers if worker.id == plan.decode_worker)
     assert chosen.state == "ready"
-    ready = [worker for worker in decode_workers if worker.state == "ready"]
+    assert chosen.is_reachable
+    ready = [worker for worker in decode_workers if worker.state == "ready" and worker.is_reachable]
     assert 0 < plan.uncached_tokens <= num_tokens
     assert 0 <= plan.cached_tokens < num_tokens
     if all(worker.kv_blocks_free == 1000 for worker in ready):
@@ -163,6 +208,7 @@ def test_a_plan_is_always_executable(
     if plan.prefill_worker is not None:
         prefill = next(worker for worker in prefill_workers if worker.id == plan.prefill_worker)
         assert prefill.state == "ready"
+        assert prefill.is_reachable
         assert prefill.id in chosen.peers
         assert num_tokens - plan.cached_tokens > SETTINGS.local_prefill_max_tokens
     again = choose_workers(

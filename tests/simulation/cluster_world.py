@@ -1,0 +1,388 @@
+"""A whole cluster in one thread: a router's real dispatcher and view, and the real roles of four workers.
+
+Built on ``World``: nothing happens by itself. Added are the router, which may crash, freeze and come back;
+workers that freeze; connections that break and lose what is under way; writes that land late, after their
+writer froze or died; blocks that arrive damaged; draining; and member lists that each process sees in its own
+time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from cluster.members import Role, WorkerRecord, WorkerState
+from cluster.messages import Envelope, KvEvents, LoadUpdate, Message, Subscribe
+from cluster.rpc import RpcError
+from decode_worker.decode_worker import DecodeWorker
+from kv_transfer.handoff import HandoffOutcome
+from kv_transfer.handoff_ledger import HandoffLedger
+from kv_transfer.transport import Peer, TransferStats
+from leadout.load_report import load_report
+from prefill_worker.prefill_worker import PrefillWorker
+from router.in_flight import SequenceRequest
+from router.policy.plan import NoWorkerError
+from tests.simulation.simulated_router import ROUTER, Client, Router
+from tests.simulation.under_way import Packet, Write
+from tests.simulation.world import LEASE_S, Worker, World
+
+WORKERS: dict[str, Role] = {
+    "prefill-0": "prefill",
+    "prefill-1": "prefill",
+    "decode-0": "decode",
+    "decode-1": "decode",
+}
+MAX_STALL_S = 3.0
+REMOVAL_ENDS_WRITES = True  # of a live writer: what RDMA promises, and shared memory does not
+
+
+@dataclass(eq=False)
+class ClusterWorker(Worker):
+    """A worker with what its process shell does: subscriptions, events, load reports; it may freeze."""
+
+    frozen_since: float | None = None
+    state: WorkerState = "ready"
+    router: Peer | None = None  # that has subscribed
+    router_seen_at: float = 0.0
+    kv_sequence: int = 0
+    cached: dict[bytes, None] = field(default_factory=dict)
+
+    @property
+    def ledger(self) -> HandoffLedger:
+        return self.role.ledger if isinstance(self.role, PrefillWorker) else self.role.remote_prefills.ledger
+
+    def get(self, worker_id: str) -> Peer | None:
+        """As PrefillLinks: a link stays open while its peer's agent is here."""
+        return next((peer for peer in self.agents if peer.worker_id == worker_id), None)
+
+    def send(self, peer: Peer, message: Message) -> None:
+        """As PrefillLinks."""
+        if peer not in self.agents:
+            raise RpcError("gone")
+        self.world.packets.append(Packet(self.peer, peer.worker_id, message))
+
+    def subscribe(self, router: Peer, wants_snapshot: bool) -> None:
+        if self.router is not None and self.router.incarnation > router.incarnation:
+            return
+        self.router_seen_at = self.world.clock.monotonic()
+        if self.router != router:
+            if self.router is not None:
+                self.role.on_router_lost(self.router.worker_id, self.router.incarnation)
+            self.router = router
+            wants_snapshot = True
+        if wants_snapshot:
+            stored = list(self.cached)
+            self.answer(ROUTER, KvEvents(sequence=self.kv_sequence, stored=stored, snapshot=True))
+            self.report()
+
+    def report(self) -> None:
+        if self.router is not None:
+            self.answer(ROUTER, LoadUpdate(load=load_report(self.engine.load(), self.state, self.ledger, ())))
+
+    def tick(self) -> None:
+        if self.router is not None and self.world.clock.monotonic() - self.router_seen_at > LEASE_S:
+            lost, self.router = self.router, None
+            self.role.on_router_lost(lost.worker_id, lost.incarnation)
+        self.role.on_tick()
+        self.report()
+
+    def step(self) -> None:
+        self.loop.run_commands()
+        if self.engine.has_work():
+            result = self.engine.step(self.world.clock.monotonic())
+
+            def handle() -> None:
+                for block_hash in result.blocks_removed:
+                    self.cached.pop(block_hash, None)
+                self.cached.update(dict.fromkeys(result.blocks_stored))
+                if self.router is not None and (result.blocks_stored or result.blocks_removed):
+                    self.kv_sequence += 1
+                    self.answer(
+                        ROUTER,
+                        KvEvents(
+                            sequence=self.kv_sequence,
+                            stored=list(result.blocks_stored),
+                            removed=list(result.blocks_removed),
+                        ),
+                    )
+                self.role.on_step(result)
+
+            self.posts.append(handle)
+
+    def remove_peer(self, peer: Peer) -> Future[None]:
+        """What a dead writer had sent has landed when its agent is removed."""
+        assert isinstance(self.world, ClusterWorld)
+        for write in [
+            one for one in self.world.orphans if (one.target, one.source.peer) == (self.peer, peer)
+        ]:
+            self.world.land(write)
+        return super().remove_peer(peer)
+
+
+class ClusterWorld(World):
+    """One router, two prefill and two decode workers, and everything that can happen to them."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.counts: Counter[str] = Counter()
+        self.clients: dict[str, Client] = {}
+        self.orphans: list[Write] = []  # writes of dead writers, still on the wire
+        self.router: Router | None = None
+        super().__init__()
+        for name, role in WORKERS.items():
+            if name not in self.workers:
+                self.start(name, role)
+        self.start_router()
+        self.settle()
+
+    def count(self, what: str) -> None:
+        self.counts[what] += 1
+
+    def start(self, name: str, role: Role) -> None:
+        self._lives += 1
+        self.workers[name] = ClusterWorker(self, Peer(name, self._lives), role)
+
+    def cluster_workers(self) -> list[ClusterWorker]:
+        """Those that run now: alive and not frozen."""
+        return [
+            worker
+            for worker in self.workers.values()
+            if isinstance(worker, ClusterWorker) and worker.is_alive and worker.frozen_since is None
+        ]
+
+    def settle(self) -> None:
+        """Everybody knows everybody."""
+        for _ in range(4):
+            self.tell_members(everybody=True)
+            if self.router is not None:
+                self.router.view.heartbeat()
+            for worker in self.cluster_workers():
+                worker.run_posts()
+                worker.tick()
+            for packet in list(self.packets):
+                self.deliver(packet)
+
+    # --- members ---
+
+    def registered(self) -> list[WorkerRecord]:
+        """Who has a lease now: a process frozen for less than its lease still has one."""
+        now = self.clock.monotonic()
+        return [
+            worker.record
+            for worker in self.workers.values()
+            if isinstance(worker, ClusterWorker)
+            and worker.is_alive
+            and (worker.frozen_since is None or now - worker.frozen_since < LEASE_S)
+        ]
+
+    def tell_members(self, *, everybody: bool = False) -> None:
+        """Some or all processes read the registry."""
+        records = self.registered()
+        for worker in self.cluster_workers():
+            if everybody or self.rng.random() < 0.5:
+                worker.connections.update(records)
+        if self.router_runs and (everybody or self.rng.random() < 0.5):
+            self.router.view.update(records, ())  # type: ignore[union-attr]
+
+    # --- the router ---
+
+    @property
+    def router_runs(self) -> bool:
+        return self.router is not None and self.router.frozen_since is None
+
+    def start_router(self) -> None:
+        self._lives += 1
+        self.router = Router(self, self._lives)
+
+    def crash_router(self) -> None:
+        """Its clients see their connection break; what it had sent may still arrive."""
+        self.router = None
+        self.count("router crashes")
+        for client in self.clients.values():
+            if not client.ending:
+                self.end(client, "connection error")
+
+    def thaw_router(self) -> None:
+        assert self.router is not None
+        assert self.router.frozen_since is not None
+        frozen_s = self.clock.monotonic() - self.router.frozen_since
+        self.router.frozen_since = None
+        self.count("router frozen and continued")
+        if frozen_s > MAX_STALL_S:
+            self.router.view.suspect_all()
+        self.router.fire_timers()
+
+    def request(self, client: Client) -> None:
+        assert self.router is not None
+        self.clients[client.name] = client
+        request = SequenceRequest(
+            request_id=client.name, model="m", prompt_token_ids=client.prompt, sampling=client.sampling
+        )
+        try:
+            client.generation = self.router.dispatcher.start([request], client.timeout_s * 1000)
+        except NoWorkerError:
+            self.end(client, "no worker")
+
+    def cancel_client(self, client: Client) -> None:
+        assert self.router is not None
+        assert client.generation is not None
+        self.router.dispatcher.close(client.generation, "client")
+        self.end(client, "cancelled")
+
+    def read_answers(self) -> None:
+        """What the API layer does: take what has come, and end what has ended."""
+        for client in self.clients.values():
+            if client.ending or client.generation is None:
+                continue
+            pending, client.generation._pending = client.generation._pending, []
+            for _, output in pending:
+                client.tokens += output.token_ids
+                if output.error is None and output.finish_reason is None:
+                    continue
+                entry = client.generation.entries[0]
+                client.num_attempts = entry.attempt + 1
+                client.lost_for_s = self.clock.unix() - entry.lost_at if entry.lost_at else 0.0
+                assert self.router is not None
+                self.router.dispatcher.close(client.generation, "done")
+                self.end(client, output.error.code if output.error else str(output.finish_reason))
+                break
+
+    def end(self, client: Client, ending: str) -> None:
+        client.ending, client.ended_at = ending, self.clock.unix()
+        self.count(f"requests: {ending}")
+        if client.num_attempts > 1 and ending in ("stop", "length"):
+            self.count("requests done after further attempts")
+
+    # --- the network ---
+
+    def send_order(self) -> list[Packet]:
+        """The packets that may arrive next: the oldest of each connection and direction."""
+        first: dict[tuple[Peer, str, bool], Packet] = {}
+        for packet in self.packets:
+            if self._can_receive(packet.receiver):
+                first.setdefault((packet.sender, packet.receiver, packet.is_notification), packet)
+        return list(first.values())
+
+    def _can_receive(self, name: str) -> bool:
+        if name == ROUTER:
+            return self.router is None or self.router.frozen_since is None
+        worker = self.workers[name]
+        return not worker.is_alive or getattr(worker, "frozen_since", None) is None
+
+    def deliver(self, packet: Packet, *, keep: bool = False) -> None:
+        if not keep:
+            self.packets.remove(packet)
+        if packet.receiver == ROUTER:
+            connection = self.router.connections.get(packet.sender) if self.router else None
+            if connection is not None:
+                connection.on_message(
+                    Envelope(packet.sender.worker_id, packet.sender.incarnation, packet.message)
+                )
+            return
+        worker = self.workers[packet.receiver]
+        if not worker.is_alive:
+            return
+        assert isinstance(worker, ClusterWorker)
+        if packet.sender.worker_id == ROUTER:
+            if worker.router is not None and worker.router.incarnation > packet.sender.incarnation:
+                self.count("worker dropped: old incarnation")
+            elif isinstance(packet.message, Subscribe):
+                worker.subscribe(packet.sender, packet.message.snapshot)
+            else:
+                worker.role.on_message(ROUTER, packet.sender.incarnation, packet.message)
+        elif isinstance(worker.role, PrefillWorker) or packet.sender in worker.agents:
+            worker.receive(packet)
+        worker.run_posts()
+
+    def break_connection(self, one: str, other: str) -> None:
+        """What is under way on it is lost, and the side that connected notices."""
+        pair = {one, other}
+        self.packets = [
+            packet
+            for packet in self.packets
+            if packet.is_notification or {packet.sender.worker_id, packet.receiver} != pair
+        ]
+        self.count("connections broken")
+        for name in pair:
+            worker = self.workers.get(name)
+            if ROUTER in pair and name != ROUTER and self.router is not None:
+                for peer, connection in list(self.router.connections.items()):
+                    if peer.worker_id == name:
+                        connection.on_disconnected()
+            elif ROUTER not in pair and worker is not None and isinstance(worker.role, DecodeWorker):
+                assert isinstance(worker, ClusterWorker)
+                peer = worker.get((pair - {name}).pop())
+                if worker.is_alive and peer is not None:
+                    worker.role.remote_prefills.on_unreachable(peer)
+                    worker.run_posts()
+
+    def crash(self, name: str) -> None:
+        """kill -9. Of what it was writing some is lost, and some is on the wire."""
+        worker = self.workers[name]
+        worker.is_alive = False
+        self.count(f"{worker.role_name} crashes")
+        for write in list(self.writes):
+            if write.source is worker:
+                self.writes.remove(write)
+                if self.rng.random() < 0.5 and self.at(write.target) is not None:
+                    self.orphans.append(write)
+            elif write.target == worker.peer:
+                self.fail(write)
+        self.orphans = [write for write in self.orphans if write.target != worker.peer]
+        if self.rng.random() < 0.7:  # otherwise only the lease tells
+            for other in (ROUTER, *WORKERS):
+                if other != name and (other == ROUTER or WORKERS[other] != worker.role_name):
+                    if other == ROUTER and not self.router_runs:
+                        continue
+                    if other != ROUTER and self.workers[other] not in self.cluster_workers():
+                        continue
+                    self.break_connection(name, other)
+
+    def land(self, write: Write, *, damaged: bool = False) -> None:
+        target = self.at(write.target)
+        (self.writes if write in self.writes else self.orphans).remove(write)
+        assert isinstance(target, ClusterWorker)
+        self.check_write(write)
+        values = write.source.runner.kv[torch.tensor(write.local_ids)].clone()
+        if damaged:
+            values[-1, 0] += 1
+            self.count("damaged writes")
+        if getattr(write.source, "frozen_since", None) is not None or not write.source.is_alive:
+            self.count("late writes of frozen or dead writers")
+        target.runner.kv[torch.tensor(write.remote_ids)] = values
+        if not write.future.done():
+            stats = TransferStats(num_bytes=len(write.local_ids), num_descriptors=1, duration_ms=0.1)
+            write.future.set_result(stats)
+
+    def check_write(self, write: Write) -> None:
+        """Its blocks still belong to a handoff of that writer, and are promised to nobody else."""
+        target = self.at(write.target)
+        if not isinstance(target, ClusterWorker):
+            return
+        self._check_held(target, write.remote_ids, "written")
+        writable = {
+            block_id
+            for handoff in target.ledger.with_peer(write.source.peer)
+            for block_id in handoff.writable_block_ids
+        }
+        strangers = set(write.remote_ids) - writable
+        assert not strangers, f"{write.source.peer} writes blocks {strangers} of {write.target}"
+
+    def check(self) -> None:
+        for write in self.orphans:
+            self.check_write(write)
+        for write in self.writes:
+            self.check_write(write)
+            self._check_held(write.source, write.local_ids, "read")
+        for worker in self.workers.values():
+            if worker.is_alive and isinstance(worker, ClusterWorker):
+                worker.engine.check_invariants()
+                worker.ledger.check_invariants()
+
+    def outcomes(self) -> Counter[HandoffOutcome | None]:
+        """How handoffs of the lives that are left have ended."""
+        return Counter(handoff.outcome for worker in self.workers.values() for handoff in worker.handoffs)

@@ -1,0 +1,114 @@
+"""One life of a router: its real dispatcher and view, over the world's network and clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cluster.members import WorkerRecord
+from cluster.messages import Envelope, Message
+from cluster.sampling_params import SamplingParams
+from kv_transfer.transport import Peer
+from router.cluster_view import ClusterView
+from router.dispatch import Dispatcher
+from router.in_flight import Generation
+from router.metrics import RouterMetrics
+from router.policy.choose_workers import PolicySettings
+from tests.simulation.under_way import Packet
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster_world import ClusterWorld
+
+ROUTER = "router-0"
+
+
+@dataclass(eq=False)
+class SimulatedTimer:
+    """See ``router.dispatch.Timer``."""
+
+    due: float
+    function: Callable[[], None]
+    is_cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class SimulatedConnection:
+    """A router's connection to one worker."""
+
+    def __init__(
+        self,
+        router: Router,
+        record: WorkerRecord,
+        on_message: Callable[[Envelope], None],
+        on_disconnected: Callable[[], None],
+    ) -> None:
+        self._router = router
+        self.worker = Peer(record.id, record.incarnation)
+        self.on_message = on_message
+        self.on_disconnected = on_disconnected
+        router.connections[self.worker] = self
+
+    def send(self, message: Message) -> None:
+        self._router.world.packets.append(Packet(self._router.peer, self.worker.worker_id, message))
+
+    def close(self) -> None:
+        self._router.connections.pop(self.worker, None)
+
+
+@dataclass(eq=False)
+class Client:
+    """One API request and what its client has got."""
+
+    name: str
+    prompt: list[int]
+    sampling: SamplingParams
+    timeout_s: float
+    started_at: float
+    generation: Generation | None = None
+    tokens: list[int] = field(default_factory=list)
+    ending: str = ""
+    ended_at: float = 0.0
+    num_attempts: int = 0
+    lost_for_s: float = 0.0  # since the worker was lost, where it ended with an error
+
+
+class Router:
+    """One life of the router."""
+
+    def __init__(self, world: ClusterWorld, incarnation: int) -> None:
+        self.world = world
+        self.peer = Peer(ROUTER, incarnation)
+        self.timers: list[SimulatedTimer] = []
+        self.connections: dict[Peer, SimulatedConnection] = {}
+        self.frozen_since: float | None = None
+        self.view = ClusterView(
+            connect=lambda record, on_message, on_disconnected: SimulatedConnection(
+                self, record, on_message, on_disconnected
+            ),
+            on_tokens=lambda worker, batch: self.dispatcher.on_tokens(worker, batch),
+            on_worker_lost=lambda worker: self.dispatcher.on_worker_lost(worker),
+            on_dropped=lambda reason: world.count(f"router dropped: {reason}"),
+        )
+        self.dispatcher = Dispatcher(
+            self.view,
+            PolicySettings(local_prefill_max_tokens=2),
+            RouterMetrics(),
+            clock=world.clock.unix,
+            timer=self._timer,
+        )
+
+    def _timer(self, delay_s: float, function: Callable[[], None]) -> SimulatedTimer:
+        timer = SimulatedTimer(self.world.clock.monotonic() + delay_s, function)
+        self.timers.append(timer)
+        return timer
+
+    def fire_timers(self) -> None:
+        now = self.world.clock.monotonic()
+        due = [timer for timer in self.timers if timer.due <= now]
+        self.timers = [timer for timer in self.timers if timer.due > now]
+        for timer in sorted(due, key=lambda one: one.due):
+            if not timer.is_cancelled:
+                timer.function()
