@@ -86,6 +86,7 @@ def test_any_setting_can_be_set(serve: _Calls) -> None:
         "engine.block_size=32",
         "engine.prefix_caching=false",
         "kv_transfer.backends=[UCX, POSIX]",
+        "kv_transfer.verify=off",
         "model.max_model_len=null",
         "model.source=a=b",
     ]
@@ -93,6 +94,7 @@ def test_any_setting_can_be_set(serve: _Calls) -> None:
     config = serve.config
     assert (config.engine.block_size, config.engine.prefix_caching) == (32, False)
     assert config.kv_transfer.backends == ["UCX", "POSIX"]
+    assert config.kv_transfer.verify == "off"  # which is a boolean in YAML
     assert config.model.max_model_len is None
     assert config.model.source == "a=b"
 
