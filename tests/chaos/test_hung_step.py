@@ -30,7 +30,7 @@ def test_a_step_that_takes_too_long_ends_the_worker() -> None:
     client.start()
     try:
         cluster.wait_until(lambda: "an engine step has run for more than 0.05 s" in cluster.log, 60)
-        cluster.wait_until(lambda: cluster.ready_workers() == 1 and cluster.pid("decode-0") != first, 60)
+        cluster.wait_until(lambda: cluster.pids().get("decode-0", first) != first, 60)
     finally:
         cluster.stop()
         client.join()
