@@ -69,14 +69,14 @@ def wait_until_whole(cluster: RunningCluster) -> None:
     cluster.wait_until(cluster.is_whole, RECOVERY_TIMEOUT_S)
 
 
-def wait_until_busy(cluster: RunningCluster, process: str) -> None:
-    """Until a worker runs or hands over something, as it last reported. Other processes always are."""
+def wait_until_busy(cluster: RunningCluster, process: str, *, num_requests: int = 1) -> None:
+    """Until a worker runs or hands over so many, as it last reported. Other processes always are busy."""
     if process not in ("router-0", "registry"):
-        cluster.wait_until(lambda: _is_busy(cluster, process), RECOVERY_TIMEOUT_S)
+        cluster.wait_until(lambda: _is_busy(cluster, process, num_requests), RECOVERY_TIMEOUT_S)
 
 
-def _is_busy(cluster: RunningCluster, worker: str) -> bool:
+def _is_busy(cluster: RunningCluster, worker: str, num_requests: int) -> bool:
     return any(
-        one["id"] == worker and one["load"]["running"] + one["load"]["handoffs_active"] > 0
+        one["id"] == worker and one["load"]["running"] + one["load"]["handoffs_active"] >= num_requests
         for one in cluster.workers()
     )

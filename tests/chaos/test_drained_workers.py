@@ -22,7 +22,7 @@ def test_workers_drain_under_load() -> None:
         prefill=1,
         decode=2,
         settings={
-            "worker.drain_grace_ms": "500",  # too short for an answer, so that some must move
+            "worker.drain_grace_ms": "1",  # too short for anything: what a busy worker has must move
             "model.dtype": "float32",
         },
     )
@@ -30,7 +30,7 @@ def test_workers_drain_under_load() -> None:
     undisturbed = undisturbed_answers(cluster.url, requests)
     with SteadyLoad(cluster.url, requests, num_clients=4) as load:
         load.wait_for_more(2)
-        wait_until_busy(cluster, "decode-1")
+        wait_until_busy(cluster, "decode-1", num_requests=2)  # one may be over when the signal comes
         os.kill(cluster.pid("decode-1"), signal.SIGTERM)
         # Said of processes that end with status 0 only.
         cluster.wait_until(lambda: "decode-1 has drained and is not started again" in cluster.log, 30)
@@ -51,6 +51,6 @@ def test_workers_drain_under_load() -> None:
         load.wait_for_more(2)  # with nobody left to prefill for the decode worker
         answers = load.finish()
     check_answers(answers, undisturbed)
-    assert cluster.metric("leadout_router_redispatches_total", reason="draining", kind="migration") > 0
+    assert cluster.metric("leadout_router_redispatches_total", reason="draining") > 0
     cluster.wait_until_idle()
     assert cluster.stop() == 0
