@@ -98,7 +98,9 @@ class ModelConfig(_Section):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Data type of weights, activations and KV cache; auto chooses by model and device.",
+        description="Number format of weights and KV cache (docs/number-formats.md). auto is float16 where "
+        "the processor has kernels for it and the weights fit, else float32; both compute in float32. "
+        "bfloat16 rounds activations as well, which changes answers.",
     )
     generation_defaults: Literal["auto", "openai"] = Field(
         default="auto",

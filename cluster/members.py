@@ -20,10 +20,11 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # as the API serves it
     source: str  # a path or hub id the router can load the tokenizer from
     fingerprint: str  # sha256 over the weights' headers and sizes, hex
-    dtype: str
+    dtype: str  # "float32" | "float16" | "bfloat16"
     max_model_len: int  # tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    kernels: str = ""  # which compute its linear layers, for people
 
 
 class TransportEndpoint(msgspec.Struct, frozen=True, kw_only=True):

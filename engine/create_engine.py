@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 from dataclasses import dataclass
-
-import torch
 
 from cluster.block_hash import root_hash
 from cluster.kv_layout import KvLayout
@@ -18,8 +17,15 @@ from engine.model_runner import ModelRunner, kv_layout
 from engine.models.config import ModelConfig
 from engine.models.load import load_model, load_model_config
 from engine.ops.cpu import CpuBackend
-from engine.ops.dtypes import dtype_name, resolve_dtype
+from engine.ops.number_formats import (
+    NumberFormat,
+    WeightRangeError,
+    has_float16_linear,
+    number_formats,
+)
 from engine.scheduler.config import SchedulerConfig
+
+logger = logging.getLogger(__name__)
 
 _MIN_TOKENS = 2  # a prompt of one token and its answer
 
@@ -33,11 +39,8 @@ class CreatedEngine:
     model_config: ModelConfig
     model_fingerprint: str
     kv_layout: KvLayout
-
-    @property
-    def dtype(self) -> str:
-        """The name of the dtype it runs in."""
-        return self.kv_layout.dtype
+    number_format: NumberFormat
+    kernels: str  # for people
 
     @property
     def max_model_len(self) -> int:
@@ -67,26 +70,52 @@ def create_engine(
 ) -> CreatedEngine:
     """Loads the model and allocates its KV cache of at most ``kv_cache_memory`` bytes.
 
-    ``dtype`` is float32, bfloat16, or auto: bfloat16 where the CPU computes in it natively. ``max_model_len``
-    and ``block_size`` are in tokens; where the KV cache holds less than ``max_model_len`` (None: all that the
-    model allows), sequences end at what it holds.
+    ``dtype`` is float32, float16, bfloat16, or auto: float16 where the CPU has kernels for it and the weights
+    are within its range, else float32. ``max_model_len`` and ``block_size`` are in tokens; where the KV cache
+    holds less than ``max_model_len`` (None: all that the model allows), sequences end at what it holds.
 
     Raises ValueError where the settings and the model do not go together, ModelNotFoundError, OSError, and
     the loader's errors on files it cannot read.
     """
-    torch_dtype: torch.dtype = resolve_dtype(dtype)
-    layout = kv_layout(load_model_config(source), block_size, torch_dtype)
+    *preferred, last = number_formats(dtype, has_float16=has_float16_linear())
+    create = functools.partial(
+        _create,
+        source,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        kv_cache_memory=kv_cache_memory,
+        scheduler_config=scheduler_config,
+        prefix_caching=prefix_caching,
+    )
+    for number_format in preferred:
+        try:
+            return create(number_format)
+        except WeightRangeError as error:
+            logger.warning("%s instead of %s: %s", last.name, number_format.name, error)
+    return create(last)
+
+
+def _create(
+    source: ModelSource,
+    number_format: NumberFormat,
+    *,
+    max_model_len: int | None,
+    block_size: int,
+    kv_cache_memory: int,
+    scheduler_config: SchedulerConfig,
+    prefix_caching: bool,
+) -> CreatedEngine:
+    layout = kv_layout(load_model_config(source), block_size, number_format)
     num_blocks = KvCacheStorage.num_blocks_for(layout, kv_cache_memory)
     min_blocks = 1 + -(-_MIN_TOKENS // block_size)  # with the null block, which holds no sequence
     if num_blocks < min_blocks:
         raise ValueError(
             f"kv_cache_memory is {kv_cache_memory} bytes, but one block of {block_size} tokens of this model "
-            f"takes {layout.block_bytes} bytes in {dtype_name(torch_dtype)}: give it at least "
+            f"takes {layout.block_bytes} bytes in {layout.dtype}: give it at least "
             f"{min_blocks * layout.block_bytes}"
         )
-    model = load_model(
-        source, dtype=torch_dtype, backend=CpuBackend(torch_dtype), max_model_len=max_model_len
-    )
+    backend = CpuBackend(number_format)
+    model = load_model(source, backend=backend, max_model_len=max_model_len)
     _return_free_memory()
     try:
         storage = KvCacheStorage(layout, num_blocks)
@@ -112,6 +141,8 @@ def create_engine(
         model_config=model.config,
         model_fingerprint=fingerprint,
         kv_layout=layout,
+        number_format=number_format,
+        kernels=backend.kernels,
     )
 
 

@@ -50,9 +50,10 @@ def run_worker(config: LeadoutConfig, role: Role, worker_id: str | None = None) 
         prefix_caching=config.engine.prefix_caching,
     )
     logger.info(
-        "loaded %s as %s in %.1f s; %d KV blocks of %d tokens, longest sequence %d tokens, %d threads",
+        "loaded %s in %s (%s) in %.1f s; %d KV blocks of %d tokens, longest sequence %d tokens, %d threads",
         source.path,
-        created.dtype,
+        created.number_format.name,
+        created.kernels,
         time.monotonic() - began,
         created.storage.num_blocks - 1,
         created.kv_layout.block_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.layers.build import BuildContext
+from engine.ops.number_formats import WeightRangeError
 
 
 class EmbeddingAndHead:
@@ -18,15 +19,19 @@ class EmbeddingAndHead:
         config, weights, backend = context.config, context.weights, context.backend
         self._backend = backend
         shape = (config.vocab_size, config.hidden_size)
-        self._stored_rows = weights.quantized_rows("model.embed_tokens.weight", backend.dtype)
-        table = weights.take("model.embed_tokens.weight", shape, backend.dtype)
+        dtype = backend.number_format.weights
+        self._stored_rows = weights.quantized_rows("model.embed_tokens.weight", dtype)
+        table = weights.take("model.embed_tokens.weight", shape, dtype)
         self._table = table if self._stored_rows is None else None
         if config.tie_word_embeddings:
             weights.ignore("lm_head.weight")  # some checkpoints store the tied copy
             head = table
         else:
-            head = weights.take("lm_head.weight", shape, backend.dtype)
-        self._head = backend.prepack_linear(head, None)
+            head = weights.take("lm_head.weight", shape, dtype)
+        try:
+            self._head = backend.prepack_head(head)
+        except WeightRangeError as error:
+            raise WeightRangeError(f"the output head's weight: {error}") from None
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``[num_tokens]`` token ids to float32 ``[num_tokens, hidden_size]``."""

@@ -8,6 +8,7 @@ import torch
 
 from engine.layers.build import BuildContext
 from engine.ops.backend import Backend, PackedLinear
+from engine.ops.number_formats import WeightRangeError
 
 
 class Linear:
@@ -18,7 +19,7 @@ class Linear:
         self._packed = packed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[num_tokens, in_features]`` to ``[num_tokens, out_features]`` in the backend's dtype."""
+        """``[num_tokens, in_features]`` to ``[num_tokens, out_features]`` in the activations' dtype."""
         return self._backend.linear(x, self._packed)
 
 
@@ -32,12 +33,18 @@ def build_merged_linear(
 ) -> Linear:
     """Linear layers with one input as one: their outputs follow each other on the last axis.
 
-    ``parts`` gives each layer's name and number of output features.
+    ``parts`` gives each layer's name and number of output features. Raises WeightError for a missing or
+    misshapen tensor, WeightRangeError for a weight that the number format cannot hold.
     """
-    take, backend = context.weights.take, context.backend
-    weights = [take(f"{name}.weight", (size, in_features), backend.dtype) for name, size in parts]
-    biases = [take(f"{name}.bias", (size,), backend.dtype) for name, size in parts] if bias else []
-    return Linear(backend, backend.prepack_linear(_joined(weights), _joined(biases) if bias else None))
+    take, backend, dtype = context.weights.take, context.backend, context.backend.number_format.weights
+    weights = [take(f"{name}.weight", (size, in_features), dtype) for name, size in parts]
+    biases = [take(f"{name}.bias", (size,), torch.float32) for name, size in parts] if bias else []
+    try:
+        packed = backend.prepack_linear(_joined(weights), _joined(biases) if bias else None)
+    except WeightRangeError as error:
+        names = ", ".join(f"{name}.weight" for name, _ in parts)
+        raise WeightRangeError(f"{names}: {error}") from None
+    return Linear(backend, packed)
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -37,17 +37,14 @@ def load_model_config(source: ModelSource) -> ModelConfig:
     return hf_model_config(source.path)
 
 
-def load_model(
-    source: ModelSource, *, dtype: torch.dtype, backend: Backend, max_model_len: int | None = None
-) -> LoadedModel:
-    """Reads configuration and weights and builds the model.
+def load_model(source: ModelSource, *, backend: Backend, max_model_len: int | None = None) -> LoadedModel:
+    """Reads configuration and weights and builds the model in the backend's number format.
 
-    ``dtype`` must be the backend's. ``max_model_len`` is the longest context to serve, in tokens; None asks
-    for all the model allows. Raises ModelConfigError where the model or the length is not supported,
-    WeightError where the weights do not fit the configuration, GgufFormatError, ModelNotFoundError, OSError.
+    ``max_model_len`` is the longest context to serve, in tokens; None asks for all the model allows. Raises
+    ModelConfigError where the model or the length is not supported, WeightError where the weights do not fit
+    the configuration, WeightRangeError where the format cannot hold them, GgufFormatError,
+    ModelNotFoundError, OSError.
     """
-    if dtype is not backend.dtype:
-        raise ValueError(f"dtype {dtype} is not the backend's, {backend.dtype}")
     weights: WeightSource
     if source.kind == "gguf":
         file = GgufFile.open(source.path)

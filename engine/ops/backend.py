@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from engine.kv_cache_storage import KvCacheStorage
+from engine.ops.number_formats import NumberFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class SequenceSpan:
 class PackedLinear:
     """A linear layer's weight in the layout a backend made for itself. Opaque to everyone else."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None  # [out_features]
+    weight: torch.Tensor | torch.ScriptObject
+    bias: torch.Tensor | None  # [out_features]; None also where it is packed with the weight
     in_features: int
     out_features: int
 
@@ -56,10 +57,9 @@ class PagedAttention(Protocol):
 
 
 class Backend(Protocol):
-    """Operations on one device.
+    """Operations on one device, in one number format.
 
-    ``dtype`` is the dtype of weights, of a linear layer's inputs and outputs, and of the KV cache; everything
-    between (residual stream, norms, rotation, softmax) is float32.
+    A row's result is bitwise the same whichever rows share the step, and however many.
     """
 
     @property
@@ -67,17 +67,27 @@ class Backend(Protocol):
         """Where weights and KV cache live."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights, linear layers and KV cache."""
+    def number_format(self) -> NumberFormat:
+        """How weights, activations and KV cache are kept."""
+
+    @property
+    def kernels(self) -> str:
+        """For people: which kernels compute the linear layers."""
 
     def prepack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-        """Lays ``weight``, ``[out_features, in_features]`` of ``dtype``, out for :meth:`linear`.
+        """Lays ``weight``, ``[out_features, in_features]`` in the format's dtype, out for :meth:`linear`.
 
-        The caller gives the tensor up.
+        The caller gives the tensor up. Raises WeightRangeError where the kernels cannot hold a weight.
         """
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-        """``x @ weight.T + bias`` for ``x`` ``[num_tokens, in_features]``; the result has ``dtype``."""
+        """``x @ weight.T + bias`` for ``x`` ``[num_tokens, in_features]``, in the activations' dtype."""
+
+    def prepack_head(self, weight: torch.Tensor) -> PackedLinear:
+        """Lays the output head's ``weight``, ``[vocab_size, hidden_size]``, out for :meth:`logits`.
+
+        The tensor stays the caller's. Raises as :meth:`prepack_linear`.
+        """
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Rows of ``table``, ``[vocab_size, hidden_size]``, as float32 ``[num_tokens, hidden_size]``."""
@@ -96,7 +106,7 @@ class Backend(Protocol):
         """``silu(gate) * up`` of ``[num_tokens, 2 * intermediate_size]``, gate first; float32."""
 
     def logits(self, hidden: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-        """The output head: float32 ``[num_rows, vocab_size]``."""
+        """The output head: float32 ``[num_rows, hidden_size]`` to float32 ``[num_rows, vocab_size]``."""
 
     def plan_attention(self, spans: Sequence[SequenceSpan], kv_cache: KvCacheStorage) -> PagedAttention:
         """Prepares one step's attention. ``spans`` follow each other on the token axis without gaps."""

@@ -1,4 +1,4 @@
-"""The CPU backend: oneDNN linear layers with weights packed once, float32 between them."""
+"""The CPU backend: linear layers with weights packed once, float32 between them."""
 
 from __future__ import annotations
 
@@ -10,47 +10,32 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from engine.kv_cache_storage import KvCacheStorage
 from engine.ops.backend import PackedLinear, PagedAttention, SequenceSpan
 from engine.ops.cpu_attention import CausalMask, CpuPagedAttention
-
-# The number of rows oneDNN picks a weight layout for. Any number of rows may be multiplied with the result.
-_PACK_ROWS = 16
+from engine.ops.cpu_linear import head_kernel, linear_kernel
+from engine.ops.number_formats import NumberFormat
 
 
 class CpuBackend:
-    """Operations on the CPU.
+    """Operations on the CPU, see ``Backend``."""
 
-    A row's result is bitwise the same whichever rows share the step, where oneDNN packs weights: its kernels
-    add up each output element in one order for every number of rows, with one exception handled in
-    :meth:`linear`. Without oneDNN (or without its bfloat16 support) plain PyTorch does the same work slower
-    and without that property.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        """Raises ValueError for a dtype other than float32 and bfloat16."""
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"dtype {dtype} is not supported on CPUs; supported are float32 and bfloat16")
-        self.dtype = dtype
+    def __init__(self, number_format: NumberFormat) -> None:
+        self.number_format = number_format
         self.device = torch.device("cpu")
         self._causal_mask = CausalMask()
-        self._uses_packed_weights: bool = torch._C._has_mkldnn and (
-            dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        )
+        self._linear = linear_kernel(number_format)
+        self._head = head_kernel(number_format)
+
+    @property
+    def kernels(self) -> str:
+        return f"{self._linear.name}, {torch.backends.cpu.get_cpu_capability()}"
 
     def prepack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-        out_features, in_features = weight.shape
-        if self._uses_packed_weights:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
-        return PackedLinear(weight, bias, in_features=in_features, out_features=out_features)
+        return self._linear.pack(weight, bias)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-        x = x.to(self.dtype)
-        if not self._uses_packed_weights:
-            return F.linear(x, packed.weight, packed.bias)
-        num_rows = x.shape[0]
-        if num_rows == 1 and self.dtype is torch.float32:
-            # A single float32 row takes a vector kernel that adds up long rows in another order.
-            x = x.expand(2, -1).contiguous()
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
-        return out[:num_rows]
+        return self._linear.multiply(x, packed)
+
+    def prepack_head(self, weight: torch.Tensor) -> PackedLinear:
+        return self._head.pack(weight, None)
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, table).float()
@@ -65,12 +50,14 @@ class CpuBackend:
         return torch.roll(x, x.shape[-1] // 2, dims=-1).mul_(sin).add_(x * cos)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate = gate.to(torch.float32, copy=True)
-        return F.silu(gate, inplace=True).mul_(up.float())
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        # Written out: F.silu takes another path in the remainder of its vector loop, which moves with the
+        # number of rows and threads wherever the width is no multiple of 32.
+        divisor = torch.neg(gate).exp_().add_(1)
+        return torch.div(gate, divisor, out=divisor).mul_(up)
 
     def logits(self, hidden: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-        return self.linear(hidden, packed).float()
+        return self._head.multiply(hidden, packed)
 
     def plan_attention(self, spans: Sequence[SequenceSpan], kv_cache: KvCacheStorage) -> PagedAttention:
         return CpuPagedAttention(spans, kv_cache, self._causal_mask)

@@ -4,9 +4,10 @@ The step's queries are cut into tiles of ``TILE`` positions at absolute multiple
 end where the tile ends. So the shape of every matrix product is given by the tile's position alone, wherever
 a chunk or a prefix hit began and ended; missing query rows are padded, keys beyond the sequence are zero and
 masked. A single new token (a decode step) computes only its own row, over the same padded keys. PyTorch's
-flash-attention kernel gives a row the same bits for any number of query rows that is a multiple of four, in
-float32 (fewer rows take vector kernels with another order of summation), so decode rows are padded to four
-and equal the row that a prefill of the same tokens computes.
+flash-attention kernel gives a row the same bits for any number of query rows from some number on (fewer rows
+take vector kernels with another order of summation): 4 for heads of up to 64 elements; for larger ones 4 to
+12, depending on the processor. Decode rows are padded to a multiple of 4 or 16 accordingly, and so equal the
+row that a prefill of the same tokens computes.
 
 Why this kernel: one step over 300 keys (9 query and 3 KV heads of 64, one thread) takes it 23 us per layer,
 the same as two batched matrix products with a softmax between, whose results change with the number of rows;
@@ -25,7 +26,9 @@ from engine.kv_cache_storage import NULL_BLOCK, KvCacheStorage
 from engine.ops.backend import SequenceSpan
 
 TILE = 32  # positions; at most 191, where the kernel starts to split queries differently
-_ROW_MULTIPLE = 4
+_SMALL_HEAD_DIM = 64
+_SMALL_HEAD_ROWS, _LARGE_HEAD_ROWS = 4, 16  # see above
+_FLOAT16_MAX = torch.finfo(torch.float16).max
 _GROUP_BYTES = 8 * 2**20  # of gathered float32 keys and values that decode sequences may share a call for
 
 
@@ -88,6 +91,9 @@ class CpuPagedAttention:
         self, spans: Sequence[SequenceSpan], kv_cache: KvCacheStorage, causal_mask: CausalMask
     ) -> None:
         self._layout = kv_cache.layout
+        self._row_multiple = (
+            _SMALL_HEAD_ROWS if self._layout.head_dim <= _SMALL_HEAD_DIM else _LARGE_HEAD_ROWS
+        )
         self._token_rows = kv_cache.token_rows()
         self._block_rows = kv_cache.block_rows()
         heads = self._layout.num_kv_heads
@@ -102,6 +108,8 @@ class CpuPagedAttention:
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         num_tokens, heads, head_dim = key.shape
         key_value = torch.empty(num_tokens, 2, heads, head_dim, dtype=self._token_rows.dtype)
+        if key_value.dtype is torch.float16:  # a value beyond its range would become infinite
+            key, value = key.clamp(-_FLOAT16_MAX, _FLOAT16_MAX), value.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)
         key_value[:, 0] = key
         key_value[:, 1] = value
         rows = self._write_rows + layer * self._token_rows_per_layer
@@ -215,7 +223,7 @@ class CpuPagedAttention:
         heads, head_dim = self._layout.num_kv_heads, self._layout.head_dim
         num_seqs = group.tokens.shape[0]
         queries_per_kv = query.shape[1] // heads
-        num_rows = -(-queries_per_kv // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        num_rows = -(-queries_per_kv // self._row_multiple) * self._row_multiple
         queries = query.index_select(0, group.tokens).view(num_seqs, heads, queries_per_kv, head_dim)
         if num_rows != queries_per_kv:
             queries = torch.nn.functional.pad(queries, (0, 0, 0, num_rows - queries_per_kv))

@@ -8,6 +8,7 @@ import torch
 
 from engine.kv_cache_storage import KvCacheStorage
 from engine.ops.backend import PackedLinear, PagedAttention, SequenceSpan
+from engine.ops.number_formats import NumberFormat
 
 
 class ReferencePagedAttention:
@@ -50,18 +51,21 @@ class ReferencePagedAttention:
 class ReferenceBackend:
     """A Backend for tests: every operation written out from its definition."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    kernels = "reference"
+
+    def __init__(self, number_format: NumberFormat) -> None:
+        self.number_format = number_format
         self.device = torch.device("cpu")
 
     def prepack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
         return PackedLinear(weight, bias, in_features=weight.shape[1], out_features=weight.shape[0])
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-        out = x.to(self.dtype).float() @ packed.weight.float().T
-        if packed.bias is not None:
-            out = out + packed.bias.float()
-        return out.to(self.dtype)
+        dtype = self.number_format.activations
+        return _product(x.to(dtype), packed).to(dtype)
+
+    def prepack_head(self, weight: torch.Tensor) -> PackedLinear:
+        return self.prepack_linear(weight, None)
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return table[token_ids].float()
@@ -78,7 +82,13 @@ class ReferenceBackend:
         return gate / (1 + torch.exp(-gate)) * up
 
     def logits(self, hidden: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-        return self.linear(hidden, packed).float()
+        return _product(hidden, packed)
 
     def plan_attention(self, spans: Sequence[SequenceSpan], kv_cache: KvCacheStorage) -> PagedAttention:
         return ReferencePagedAttention(spans, kv_cache)
+
+
+def _product(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    assert isinstance(packed.weight, torch.Tensor)
+    out = x.float() @ packed.weight.float().T
+    return out if packed.bias is None else out + packed.bias.float()

@@ -58,25 +58,38 @@ def check_torch(configured_dtype: str) -> list[Finding]:
     seen = f"torch {probe['version']}, kernels for {probe['cpu_capability']}"
     return [
         Finding("ok", seen, data={"version": probe["version"], "cuda_version": probe["cuda_version"]}),
-        judge_dtype(configured_dtype, probe["cpu_features"], native_bfloat16=probe["native_bfloat16"]),
+        judge_dtype(
+            configured_dtype,
+            probe["cpu_features"],
+            float16_linear=probe["float16_linear"],
+            native_bfloat16=probe["native_bfloat16"],
+        ),
         judge_cuda(probe),
     ]
 
 
-def judge_dtype(configured: str, features: list[str], *, native_bfloat16: bool) -> Finding:
+def judge_dtype(
+    configured: str, features: list[str], *, float16_linear: bool, native_bfloat16: bool
+) -> Finding:
     """Which number format ``model.dtype`` comes to on a processor with these features."""
-    chosen = ("bfloat16" if native_bfloat16 else "float32") if configured == "auto" else configured
+    chosen = ("float16" if float16_linear else "float32") if configured == "auto" else configured
     present = [name for name in _DTYPE_FEATURES if name in features]
-    has = f"the processor {'multiplies' if native_bfloat16 else 'does not multiply'} bfloat16 in hardware"
     seen = f"model.dtype {configured} is {chosen}" if configured == "auto" else f"model.dtype is {chosen}"
-    seen += f"; {has} ({', '.join(present) or 'no vector features known'})"
-    data = {"dtype": chosen, "native_bfloat16": native_bfloat16, "cpu_features": features}
-    if chosen not in ("float32", "bfloat16"):
-        remedy = "set model.dtype to auto, float32 or bfloat16: the engine computes in no other format"
+    seen += f"; the processor has {', '.join(present) or 'no vector features that matter'}"
+    data = {
+        "dtype": chosen,
+        "float16_linear": float16_linear,
+        "native_bfloat16": native_bfloat16,
+        "cpu_features": features,
+    }
+    if chosen == "float16" and not float16_linear:
+        remedy = "set model.dtype to auto or float32: float16 needs an x86-64 processor with AVX2"
         return Finding("failed", seen, remedy, data, about="dtype")
-    if chosen == "bfloat16" and not native_bfloat16:
-        remedy = "set model.dtype to auto or float32: bfloat16 is emulated on this processor, and slow"
-        return Finding("warning", seen, remedy, data, about="dtype")
+    if chosen == "bfloat16":
+        costs = "it rounds activations, which changes answers"
+        if not native_bfloat16:
+            costs += "; this processor emulates it, no faster than float32 and with as much memory"
+        return Finding("warning", seen, f"set model.dtype to auto: {costs}", data, about="dtype")
     return Finding("ok", seen, data=data, about="dtype")
 
 

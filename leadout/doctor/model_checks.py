@@ -18,7 +18,6 @@ from leadout.doctor.system_files import MemoryState, memory_state
 _WORKER_OVERHEAD = 512 * 1024**2
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _MIN_BLOCKS = 2  # as the engine asks for
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def check_model(config: LeadoutConfig, *, num_workers: int, root: Path = Path("/")) -> list[Finding]:
@@ -79,21 +78,21 @@ def _cached_from_hub(source: str) -> ModelSource | None:
 
 
 def model_sizes(source: ModelSource, config: LeadoutConfig) -> tuple[int, int]:
-    """Bytes of the weights in the dtype they run in, and of one KV block.
+    """Bytes of the weights in the first format that ``model.dtype`` allows, and of one KV block.
 
     Raises ImportError without torch, and ValueError or OSError where the engine cannot run the model.
     """
     from cluster.gguf import GgufFile
     from engine.model_runner import kv_layout
     from engine.models.load import load_model_config
-    from engine.ops.dtypes import dtype_name, resolve_dtype
+    from engine.ops.number_formats import has_float16_linear, number_formats
     from engine.weights.gguf_weights import GgufWeights
     from engine.weights.safetensors_weights import SafetensorsWeights
 
-    dtype = resolve_dtype(config.model.dtype)
+    number_format = number_formats(config.model.dtype, has_float16=has_float16_linear())[0]
     model = load_model_config(source)
     model.resolve_max_model_len(config.model.max_model_len)
-    layout = kv_layout(model, config.engine.block_size, dtype)
+    layout = kv_layout(model, config.engine.block_size, number_format)
     with contextlib.ExitStack() as opened:
         weights: GgufWeights | SafetensorsWeights
         if source.kind == "gguf":
@@ -104,7 +103,7 @@ def model_sizes(source: ModelSource, config: LeadoutConfig) -> tuple[int, int]:
             weights = SafetensorsWeights(source.path)
             opened.enter_context(contextlib.closing(weights))
         num_parameters = _count(weights.shape(name) for name in weights.names())
-    return num_parameters * _ITEM_BYTES[dtype_name(dtype)], layout.block_bytes
+    return num_parameters * number_format.weights.itemsize, layout.block_bytes
 
 
 def judge_memory(

@@ -16,7 +16,7 @@ def main() -> int:
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
         send_answer({"error": f"{type(error).__name__}: {error}"})
         return 1
-    from engine.ops.dtypes import cpu_has_native_bfloat16
+    from engine.ops.number_formats import has_float16_linear, has_native_bfloat16
 
     capabilities = torch.cpu.get_capabilities()
     is_available = torch.cuda.is_available()
@@ -26,7 +26,8 @@ def main() -> int:
             "cuda_version": torch.version.cuda,
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "cpu_features": sorted(name for name, value in capabilities.items() if value is True),
-            "native_bfloat16": cpu_has_native_bfloat16(),
+            "float16_linear": has_float16_linear(),
+            "native_bfloat16": has_native_bfloat16(),
             "devices": [_device(index) for index in range(torch.cuda.device_count())] if is_available else [],
         }
     )

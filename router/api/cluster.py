@@ -57,6 +57,8 @@ def _worker(services: RouterServices, worker: WorkerView) -> dict[str, Any]:
         "address": record.address,
         "metrics_address": record.metrics_address,
         "model": record.model.name,
+        "dtype": record.model.dtype,
+        "kernels": record.model.kernels,
         "state": worker.state,
         "load": msgspec.to_builtins(load),
         "router": {

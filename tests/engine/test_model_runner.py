@@ -2,46 +2,74 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from cluster.model_source import ModelSource, resolve_model
+from cluster.model_source import BUNDLED_MODEL, ModelSource, resolve_model
 from engine.batch import Batch, ScheduledSequence
 from engine.kv_cache_storage import KvCacheStorage
 from engine.model_runner import ModelRunner, kv_layout
 from engine.models.load import LoadedModel, load_model
 from engine.ops.cpu import CpuBackend
-from engine.ops.dtypes import resolve_dtype
+from engine.ops.number_formats import BFLOAT16, FLOAT32, NumberFormat
+from tests.engine.formats import FORMATS, name_of
 from tests.engine.models.tiny_models import reference_model, save
 
 BLOCK_SIZE = 16
-NUM_BLOCKS = 80
+NUM_BLOCKS = 200
+
+
+HEAD_DIMS = [64, 96, 128, 192, 256]
+
+
+@functools.cache
+def bundled(number_format: NumberFormat) -> LoadedModel:
+    return load_model(resolve_model(BUNDLED_MODEL), backend=CpuBackend(number_format))
 
 
 @pytest.fixture(scope="module")
-def bundled() -> Iterator[LoadedModel]:
-    """The bundled model in the dtype that ``auto`` means here."""
-    dtype = resolve_dtype("auto")
-    return load_model(resolve_model("smollm2-135m-instruct"), dtype=dtype, backend=CpuBackend(dtype))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Models with odd widths (the remainders of vector loops), by head size."""
+    return {
+        head_dim: save(
+            reference_model("qwen3", head_dim=head_dim, hidden_size=50, intermediate_size=83),
+            Path(tmp_path_factory.mktemp(f"qwen3-{head_dim}")),
+        )
+        for head_dim in HEAD_DIMS
+    }
+
+
+@pytest.fixture(params=HEAD_DIMS)
+def head_dim(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(params=FORMATS, ids=name_of)
+def number_format(request: pytest.FixtureRequest) -> NumberFormat:
+    assert isinstance(request.param, NumberFormat)
+    return request.param
+
+
+@pytest.fixture
+def odd(folders: dict[int, Path], head_dim: int, number_format: NumberFormat) -> LoadedModel:
+    """Each head size in each number format."""
+    return load_model(ModelSource("hf", folders[head_dim], "odd"), backend=CpuBackend(number_format))
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder = save(reference_model("qwen3"), Path(tmp_path_factory.mktemp("qwen3")))
-    return load_model(
-        ModelSource("hf", folder, "tiny"), dtype=torch.float32, backend=CpuBackend(torch.float32)
-    )
+def tiny(folders: dict[int, Path]) -> LoadedModel:
+    return load_model(ModelSource("hf", folders[64], "tiny"), backend=CpuBackend(FLOAT32))
 
 
 class Driver:
     """Runs sequences through a fresh KV cache with block tables in random order."""
 
     def __init__(self, model: LoadedModel, seed: int = 0) -> None:
-        layout = kv_layout(model.config, BLOCK_SIZE, model.module.backend.dtype)
+        layout = kv_layout(model.config, BLOCK_SIZE, model.module.backend.number_format)
         storage = KvCacheStorage(layout, NUM_BLOCKS)
         # What was never computed must not matter, whatever it holds.
         storage.tensor.fill_(float("nan"))
@@ -109,31 +137,69 @@ def check_in_company(model: LoadedModel, seed: int) -> None:
         assert torch.equal(row, expected[index + 1]), f"decoded token {index}"
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_company_and_chunks_change_no_bit_of_a_tiny_model(tiny: LoadedModel, seed: int) -> None:
-    check_in_company(tiny, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_company_and_chunks_change_no_bit_of_the_bundled_model(bundled: LoadedModel, seed: int) -> None:
-    check_in_company(bundled, seed)
-
-
 def check_recomputed(model: LoadedModel) -> None:
     tokens = tokens_of(model, 46, 3)
     decoded = alone(model, tokens[:40], tokens[40:])[-1]
     assert torch.equal(decoded, alone(model, tokens, [])[-1])
 
 
-def test_decoding_gives_the_same_bits_as_recomputing_after_preemption(tiny: LoadedModel) -> None:
-    check_recomputed(tiny)
+def check_batch_sizes(model: LoadedModel, sizes: list[int]) -> None:
+    """A token decoded alone, and beside 1 to 127 others that decode as well."""
+    driver, tokens = Driver(model), tokens_of(model, 21, 5)
+    others = {f"o{index}": tokens_of(model, 6, index) for index in range(max(sizes) - 1)}
+    driver.step(*(driver.part(name, other, 0, 5) for name, other in others.items()))
+    driver.step(driver.part("a", tokens, 0, 20))
+    last = driver.part("a", tokens, 20, 21)
+    expected = driver.step(last)[0]
+    decoding = [driver.part(name, other, 5, 6) for name, other in others.items()]
+    for size in sizes:
+        assert torch.equal(driver.step(*decoding[: size - 1], last)[-1], expected), f"batch of {size}"
+        assert torch.equal(driver.step(last, *decoding[: size - 1])[0], expected), f"batch of {size}, first"
+
+
+BATCH_SIZES = [*range(2, 17), 31, 32, 33, 37, 38, 64, 127, 128]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_company_and_chunks_change_no_bit(odd: LoadedModel, seed: int) -> None:
+    check_in_company(odd, seed)
+
+
+def test_decoding_gives_the_same_bits_as_recomputing_after_preemption(odd: LoadedModel) -> None:
+    check_recomputed(odd)
+
+
+def test_the_size_of_the_batch_changes_no_bit(odd: LoadedModel) -> None:
+    check_batch_sizes(odd, BATCH_SIZES)
+
+
+def test_chunks_of_every_small_size_change_no_bit(odd: LoadedModel) -> None:
+    tokens = tokens_of(odd, 40, 9)
+    expected = alone(odd, tokens, [])[-1]
+    for size in (1, 2, 3, 5, 7, 31, 33):
+        driver = Driver(odd)
+        for start in range(0, len(tokens), size):
+            row = driver.step(driver.part("a", tokens, start, min(len(tokens), start + size)))[0]
+        assert torch.equal(row, expected), f"chunks of {size}"
+
+
+@pytest.mark.parametrize("num_threads", [2, 5])
+def test_the_same_with_several_threads(tiny: LoadedModel, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    try:
+        check_in_company(tiny, 3)
+        check_recomputed(tiny)
+        check_batch_sizes(tiny, [3, 8])
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.slow
-def test_decoding_the_bundled_model_in_float32_gives_the_same_bits_as_recomputing() -> None:
-    source = resolve_model("smollm2-135m-instruct")
-    check_recomputed(load_model(source, dtype=torch.float32, backend=CpuBackend(torch.float32)))
+def test_the_bundled_model(number_format: NumberFormat) -> None:
+    model = bundled(number_format)
+    check_in_company(model, 0)
+    check_recomputed(model)
+    check_batch_sizes(model, [2, 7, 14, 37])
 
 
 def test_only_asked_rows_come_back_in_order(tiny: LoadedModel) -> None:
@@ -151,6 +217,6 @@ def test_only_asked_rows_come_back_in_order(tiny: LoadedModel) -> None:
 
 
 def test_a_cache_of_another_layout_is_refused(tiny: LoadedModel) -> None:
-    layout = kv_layout(tiny.config, BLOCK_SIZE, torch.bfloat16)
+    layout = kv_layout(tiny.config, BLOCK_SIZE, BFLOAT16)
     with pytest.raises(ValueError, match="laid out"):
         ModelRunner(tiny.module, KvCacheStorage(layout, 4))

@@ -17,6 +17,7 @@ from engine.models.config import ModelConfigError
 from engine.models.gguf_config import gguf_model_config
 from engine.models.load import load_model
 from engine.ops.cpu import CpuBackend
+from engine.ops.number_formats import FLOAT32
 from engine.weights.gguf_weights import GgufWeights
 from engine.weights.source import WeightError
 from tests.engine.models.tiny_models import FAMILIES, reference_model, save
@@ -26,8 +27,8 @@ TOLERANCE = 1e-3
 
 def logits_of(source: ModelSource, token_ids: list[int]) -> torch.Tensor:
     """Our float32 logits after each position [num_tokens, vocab_size]: a prompt chunk, then single tokens."""
-    model = load_model(source, dtype=torch.float32, backend=CpuBackend(torch.float32))
-    layout = kv_layout(model.config, 16, torch.float32)
+    model = load_model(source, backend=CpuBackend(FLOAT32))
+    layout = kv_layout(model.config, 16, FLOAT32)
     num_blocks = -(-len(token_ids) // 16)
     runner = ModelRunner(model.module, KvCacheStorage(layout, num_blocks + 1))
     rows = []

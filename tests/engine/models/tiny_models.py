@@ -55,11 +55,11 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def reference_model(family: str) -> torch.nn.Module:
-    """A ``transformers`` model with random weights, float32, reproducible."""
+def reference_model(family: str, **changes: Any) -> torch.nn.Module:
+    """A ``transformers`` model with random float32 weights, reproducible; ``changes`` are configuration."""
     name, options = FAMILIES[family]
     torch.manual_seed(11)
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **options})
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **options, **changes})
     model: torch.nn.Module = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # the default initialisation leaves biases 0 and norms 1

@@ -11,41 +11,42 @@ from cluster.kv_layout import KvLayout
 from engine.kv_cache_storage import KvCacheStorage
 from engine.ops.backend import SequenceSpan
 from engine.ops.cpu import CpuBackend
-from engine.ops.dtypes import cpu_has_native_bfloat16
+from engine.ops.number_formats import FLOAT32, NumberFormat
 from engine.ops.reference import ReferenceBackend
+from tests.engine.formats import FORMATS, name_of
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
-DTYPES = [torch.float32, *([torch.bfloat16] if cpu_has_native_bfloat16() else [])]
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    tolerance = 2e-4 if dtype is torch.float32 else 2e-2
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 2e-2 if expected.dtype is torch.bfloat16 else 2e-4
     assert actual.dtype is expected.dtype
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number_format", FORMATS, ids=name_of)
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 64])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_linear_and_logits(dtype: torch.dtype, num_rows: int, has_bias: bool) -> None:
+def test_linear_and_logits(number_format: NumberFormat, num_rows: int, has_bias: bool) -> None:
     torch.manual_seed(num_rows)
-    weight, x = (torch.randn(96, 48) * 0.1).to(dtype), torch.randn(num_rows, 48)
-    bias = torch.randn(96).to(dtype) if has_bias else None
-    ours, reference = CpuBackend(dtype), ReferenceBackend(dtype)
+    weight, x = (torch.randn(96, 48) * 0.1).to(number_format.weights), torch.randn(num_rows, 48)
+    bias = torch.randn(96) if has_bias else None
+    ours, reference = CpuBackend(number_format), ReferenceBackend(number_format)
     packed, plain = ours.prepack_linear(weight.clone(), bias), reference.prepack_linear(weight, bias)
-    close(ours.linear(x, packed), reference.linear(x, plain), dtype)
-    close(ours.logits(x, packed), reference.logits(x, plain), dtype)
+    close(ours.linear(x, packed), reference.linear(x, plain))
+    head, plain_head = ours.prepack_head(weight.clone()), reference.prepack_head(weight)
+    close(ours.logits(x, head), reference.logits(x, plain_head))
 
 
 def test_element_wise_operations() -> None:
     torch.manual_seed(0)
-    ours, reference = CpuBackend(torch.float32), ReferenceBackend(torch.float32)
+    ours, reference = CpuBackend(FLOAT32), ReferenceBackend(FLOAT32)
     x, weight, gate_up = torch.randn(7, 48), torch.randn(48), torch.randn(7, 160) * 4
-    close(ours.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), torch.float32)
-    close(ours.silu_mul(gate_up), reference.silu_mul(gate_up), torch.float32)
+    close(ours.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    close(ours.silu_mul(gate_up), reference.silu_mul(gate_up))
     heads, cos, sin = torch.randn(7, 3, 16), torch.randn(7, 1, 16), torch.randn(7, 1, 16)
-    close(ours.rotary(heads, cos, sin), reference.rotary(heads, cos, sin), torch.float32)
+    close(ours.rotary(heads, cos, sin), reference.rotary(heads, cos, sin))
     table, token_ids = torch.randn(20, 48), torch.tensor([0, 19, 3, 3])
     assert torch.equal(ours.embedding(token_ids, table), reference.embedding(token_ids, table))
 
@@ -77,7 +78,7 @@ def test_paged_attention(num_heads: int, num_kv_heads: int, seed: int) -> None:
     key, value = torch.randn(num_tokens, num_kv_heads, 16), torch.randn(num_tokens, num_kv_heads, 16)
     context = torch.randn(NUM_BLOCKS, *layout.block_shape)
     results, caches = [], []
-    for backend in (CpuBackend(torch.float32), ReferenceBackend(torch.float32)):
+    for backend in (CpuBackend(FLOAT32), ReferenceBackend(FLOAT32)):
         storage = KvCacheStorage(layout, NUM_BLOCKS)
         storage.tensor.copy_(context)
         storage.tensor[free] = torch.nan  # other sequences' blocks must not be read
@@ -85,14 +86,9 @@ def test_paged_attention(num_heads: int, num_kv_heads: int, seed: int) -> None:
         attention.write_kv(1, key, value)
         results.append(attention.attend(1, query, 0.25))
         caches.append(storage.tensor.clone())
-    close(results[0], results[1], torch.float32)
+    close(results[0], results[1])
     used = [block for span in spans for block in span.block_ids]
     assert torch.equal(caches[0][used], caches[1][used])
     assert torch.equal(caches[0][:, 0].nan_to_num(7), caches[1][:, 0].nan_to_num(7)), (
         "another layer was written"
     )
-
-
-def test_another_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match="float16"):
-        CpuBackend(torch.float16)

@@ -31,29 +31,32 @@ def test_platforms(version: tuple[int, ...], system: str, processor: str, status
 
 
 @pytest.mark.parametrize(
-    ("configured", "native", "status", "dtype"),
+    ("configured", "float16", "native", "status", "dtype"),
     [
-        ("auto", True, "ok", "bfloat16"),
-        ("auto", False, "ok", "float32"),
-        ("float32", True, "ok", "float32"),
-        ("bfloat16", True, "ok", "bfloat16"),
-        ("bfloat16", False, "warning", "bfloat16"),
-        ("float16", True, "failed", "float16"),
+        ("auto", True, True, "ok", "float16"),
+        ("auto", False, True, "ok", "float32"),
+        ("float32", True, True, "ok", "float32"),
+        ("float16", True, False, "ok", "float16"),
+        ("float16", False, False, "failed", "float16"),
+        ("bfloat16", True, True, "warning", "bfloat16"),
+        ("bfloat16", True, False, "warning", "bfloat16"),
     ],
 )
-def test_number_formats(configured: str, native: bool, status: Status, dtype: str) -> None:
-    finding = checks.judge_dtype(configured, ["avx2", "avx512_f", "popcnt"], native_bfloat16=native)
+def test_number_formats(configured: str, float16: bool, native: bool, status: Status, dtype: str) -> None:
+    finding = checks.judge_dtype(
+        configured, ["avx2", "avx512_f", "popcnt"], float16_linear=float16, native_bfloat16=native
+    )
     assert (finding.status, finding.data["dtype"]) == (status, dtype)
     assert "avx2, avx512_f" in finding.seen
     assert "popcnt" not in finding.seen
 
 
 def test_torch_and_the_dtype_that_the_engine_would_take() -> None:
-    from engine.ops.dtypes import dtype_name, resolve_dtype
+    from engine.ops.number_formats import has_float16_linear, number_formats
 
     torch, dtype, cuda = checks.check_torch("auto")
     assert torch.status == dtype.status == "ok"
-    assert dtype.data["dtype"] == dtype_name(resolve_dtype("auto"))
+    assert dtype.data["dtype"] == number_formats("auto", has_float16=has_float16_linear())[0].name
     assert cuda.about == "cuda"
 
 
