@@ -243,9 +243,9 @@ class RouterConfig(_Section):
         default=600_000, description="Deadline of a request from its arrival to its last token, in ms."
     )
     max_request_body: ByteSize = Field(default=8 * _MIB, description="Largest HTTP request body, in bytes.")
-    max_header_bytes: ByteSize = Field(
+    max_header_bytes: Annotated[ByteSize, Field(ge=1024)] = Field(
         default=64 * 1024,
-        ge=1024,
+        json_schema_extra={"minimum": 1024},
         description="Longest request line and headers together, in bytes; at most 100 headers.",
     )
     receive_timeout_ms: Milliseconds = Field(
