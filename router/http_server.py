@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import resource
 import socket
 from collections.abc import Generator
@@ -16,6 +17,8 @@ from starlette.types import ASGIApp
 from router.http_protocol import BoundedHttpProtocol, HttpLimits
 from router.metrics import RouterMetrics
 from router.rejection_log import RejectionLog
+
+logger = logging.getLogger(__name__)
 
 _OTHER_FILES = 512  # connections to workers and to the registry, logs, libraries
 _BACKLOG = 2048
@@ -104,7 +107,7 @@ def listener_url(listener: socket.socket) -> str:
 
 
 def allow_open_files(num_connections: int) -> int:
-    """Raise this process's limit of open files for so many connections; returns how many it then allows."""
+    """Raise this process's limit of open files for so many connections; returns how many it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_connections + _OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -112,4 +115,12 @@ def allow_open_files(num_connections: int) -> int:
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-    return min(num_connections, max(wanted - _OTHER_FILES, wanted // 2))
+    allowed = min(num_connections, max(wanted - _OTHER_FILES, wanted // 2))
+    if allowed < num_connections:
+        logger.warning(
+            "at most %d connections instead of router.max_connections=%d: the hard limit of open files is %d",
+            allowed,
+            num_connections,
+            hard,
+        )
+    return allowed
