@@ -102,6 +102,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
         self._num_headers = 0
+        self._disarm_deadline()  # that of a silent connection; what is parsed now has its own
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Parser callback, for trailers as well. These are counted and dropped: nothing here expects any."""
@@ -187,9 +188,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as offer:
             head = self._head_without_upgrade()
-            self.parser = _new_parser(
-                self
-            )  # the old one reads no further where the connection is to be closed
+            self.parser = _new_parser(self)  # after "Connection: close" the old one would read no further
             self.parser.feed_data(head)
             parsed: int = offer.args[0]
             return parsed
