@@ -42,10 +42,12 @@ from cluster.config_values import (
     BlockSize,
     ByteSize,
     CommaSeparated,
+    HostPattern,
     LowerCase,
     Milliseconds,
     Name,
     NonEmpty,
+    Origin,
     Port,
     PortOrOff,
     RegistryUrl,
@@ -241,6 +243,32 @@ class RouterConfig(_Section):
         default=600_000, description="Deadline of a request from its arrival to its last token, in ms."
     )
     max_request_body: ByteSize = Field(default=8 * _MIB, description="Largest HTTP request body, in bytes.")
+    max_header_bytes: Annotated[ByteSize, Field(ge=1024)] = Field(
+        default=64 * 1024,
+        json_schema_extra={"minimum": 1024},
+        description="Longest request line and headers together, in bytes; at most 100 headers.",
+    )
+    receive_timeout_ms: Milliseconds = Field(
+        default=30_000,
+        description="How long a client may take to send a request's headers, and be silent in the middle of "
+        "its body, in ms. The body as a whole has the request's deadline.",
+    )
+    max_connections: int = Field(
+        default=4096,
+        ge=1,
+        description="Most open connections of clients; further ones get 503. The limit of open files "
+        "(`ulimit -n`) is raised towards it where the system allows.",
+    )
+    cors_origins: Annotated[list[Origin], NoDecode, CommaSeparated] = Field(
+        default=[],
+        description="Origins of web pages, like https://chat.example.com, whose scripts may use the API from "
+        "a browser; `*`: any. Never the operator's actions.",
+    )
+    allowed_hosts: Annotated[list[HostPattern], NoDecode, CommaSeparated] = Field(
+        default=[],
+        description="Further names by which operators reach this router, like leadout.example.com or "
+        "`*.example.com`, besides IP addresses, localhost and the machine's own name; `*`: any.",
+    )
     max_concurrent_requests: int = Field(
         default=1024,
         ge=1,

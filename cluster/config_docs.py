@@ -55,7 +55,7 @@ def configuration_markdown() -> str:
 
 
 def _default(value: Any, allowed: str) -> str:
-    if value is None or value is PydanticUndefined:
+    if value is None or value is PydanticUndefined or value == []:
         return "none"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"

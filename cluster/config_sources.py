@@ -246,7 +246,7 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     kind = schema.get("type")
     match kind:
         case _ if schema.get("format") == "byte-size":
-            return "a size like 1048576 or 512MiB"
+            return "a size like 1048576 or 512MiB" + _bounds(schema)
         case _ if schema.get("format") == "registry-url":
             return "a redis://, rediss:// or unix:// URL"
         case "integer" | "number":

@@ -18,6 +18,7 @@ _UNITS: dict[str, int] = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 SIZE_FORMS = "a number of bytes like 1048576, or a size with a unit B, KB, MB, GB, TB, KiB, MiB, GiB or TiB"
+_HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.IGNORECASE)
 _REGISTRY_SCHEMES = ("redis", "rediss", "unix")
 REGISTRY_URL_FORMS = "redis://host:port/db, rediss://host:port/db or unix:///path/to/socket"
 
@@ -59,6 +60,28 @@ def _registry_url(url: str) -> str:
     return url
 
 
+def _origin(origin: str) -> str:
+    allowed = (
+        "must be an origin as browsers send it, like https://chat.example.com or http://localhost:3000, or *"
+    )
+    if origin == "*":
+        return origin
+    try:
+        parts = urlsplit(origin)
+        _ = parts.port  # raises on a port that is no number
+    except ValueError as error:
+        raise ValueError(f"{allowed} ({error})") from None
+    if not parts.hostname or origin != f"{parts.scheme}://{parts.netloc}" or "@" in parts.netloc:
+        raise ValueError(allowed)
+    return origin.lower()
+
+
+def _host_pattern(host: str) -> str:
+    if host != "*" and not _HOST.fullmatch(host):
+        raise ValueError("must be a host's name without a port, *.name for all below it, or *")
+    return host.lower()
+
+
 def _power_of_two(value: int) -> int:
     if value & (value - 1):
         raise ValueError("must be a power of two from 8 to 256")
@@ -92,6 +115,8 @@ BlockSize = Annotated[
 RegistryUrl = Annotated[
     str, AfterValidator(_registry_url), Field(json_schema_extra={"format": "registry-url"})
 ]
+Origin = Annotated[str, AfterValidator(_origin)]
+HostPattern = Annotated[str, AfterValidator(_host_pattern)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]

@@ -231,11 +231,14 @@ def drain(
     wait: Annotated[
         float, typer.Option(help="Follow it for at most so many seconds; 0: only give the order.", min=0)
     ] = 600.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if it is the last worker of its role.")
+    ] = False,
 ) -> None:
     """Have a worker finish what it has and end. Exit status 1 if it has not left in time."""
     from leadout.drain import run_drain
 
-    raise typer.Exit(run_drain(_base_url(url), worker, wait_s=wait))
+    raise typer.Exit(run_drain(_base_url(url), worker, wait_s=wait, force=force))
 
 
 @app.command()

@@ -12,13 +12,15 @@ from leadout.status import fetch_state
 _POLL_S = 0.5
 
 
-def run_drain(url: str, worker: str, *, wait_s: float) -> int:
+def run_drain(url: str, worker: str, *, wait_s: float, force: bool = False) -> int:
     """Ask the router to drain ``worker``, then follow it until it has left, for at most ``wait_s`` seconds.
 
+    ``force``: also if it is the last worker of its role.
+
     Returns 0 once it has left (or at once where ``wait_s`` is 0), 1 if it has not in time. Raises UserError
-    if there is no such worker or no router.
+    if there is no such worker or no router, and for the last worker of its role.
     """
-    incarnation = _ask(url, worker)
+    incarnation = _ask(url, worker, force)
     if wait_s <= 0:
         print(f"{worker} drains")
         return 0
@@ -42,11 +44,11 @@ def run_drain(url: str, worker: str, *, wait_s: float) -> int:
     return 1
 
 
-def _ask(url: str, worker: str) -> int:
+def _ask(url: str, worker: str, force: bool) -> int:
     """Send the order; returns the incarnation of the worker that got it."""
     try:
         address = httpx.URL(url).copy_with(path=f"/cluster/workers/{worker}/drain")
-        response = httpx.post(address, json={}, timeout=10, trust_env=False)
+        response = httpx.post(address, json={"force": force}, timeout=10, trust_env=False)
         body = response.json()
         if response.status_code != 202:
             raise UserError(str(body["error"]["message"]))

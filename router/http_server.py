@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import logging
+import resource
 import socket
 from collections.abc import Generator
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from router.http_protocol import BoundedHttpProtocol, HttpLimits
+from router.metrics import RouterMetrics
+from router.rejection_log import RejectionLog
+
+logger = logging.getLogger(__name__)
+
+_OTHER_FILES = 512  # connections to workers and to the registry, logs, libraries
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 65  # longer than the minute after which most clients and proxies drop an idle connection
 
@@ -20,10 +32,23 @@ class HttpServer(uvicorn.Server):
     returns when the last connection has ended or the grace period is over.
     """
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, *, shutdown_grace_s: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        *,
+        limits: HttpLimits,
+        metrics: RouterMetrics,
+        rejections: RejectionLog,
+        shutdown_grace_s: int,
+    ) -> None:
+        protocol = functools.partial(
+            BoundedHttpProtocol, limits=limits, metrics=metrics, rejections=rejections
+        )
         super().__init__(
             uvicorn.Config(
                 app,
+                http=cast(type[asyncio.Protocol], protocol),  # uvicorn only calls it
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -79,3 +104,23 @@ def listener_url(listener: socket.socket) -> str:
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def allow_open_files(num_connections: int) -> int:
+    """Raise this process's limit of open files for so many connections; returns how many it allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return num_connections
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    allowed = min(num_connections, max(wanted - _OTHER_FILES, wanted // 2))
+    if allowed < num_connections:
+        logger.warning(
+            "at most %d connections instead of router.max_connections=%d: the hard limit of open files is %d",
+            allowed,
+            num_connections,
+            hard,
+        )
+    return allowed

@@ -104,6 +104,15 @@ class RouterMetrics:
         self.refused = Counter(
             prefix + "admission_refused_total", "Requests refused because full", registry=registry
         )
+        self.http_connections = Gauge(
+            prefix + "http_connections", "Open connections of clients", registry=registry
+        )
+        self.http_refused = Counter(
+            prefix + "http_refused_total",
+            "What was refused before it was a request: connections, headers, what is no HTTP",
+            ["code"],
+            registry=registry,
+        )
         self.kv_index_size = Gauge(
             prefix + "kv_index_size", "Distinct KV blocks in the index", registry=registry
         )

@@ -23,7 +23,8 @@ from cluster.model_source import ModelSource, resolve_model
 from cluster.registry import Registry, StaleIncarnationError
 from cluster.rpc import RpcConnection
 from router.app import create_app
-from router.http_server import HttpServer, bind_listener, listener_url
+from router.http_protocol import HttpLimits
+from router.http_server import HttpServer, allow_open_files, bind_listener, listener_url
 from router.membership import Membership
 from router.policy.choose_workers import PolicySettings
 from router.services import RouterLimits, RouterServices, build_services
@@ -103,6 +104,7 @@ class RouterProcess:
             limits=RouterLimits(
                 request_timeout_ms=config.router.request_timeout_ms,
                 max_request_body=config.router.max_request_body,
+                receive_timeout_ms=config.router.receive_timeout_ms,
                 max_concurrent_requests=config.router.max_concurrent_requests,
                 max_n=config.router.max_n,
             ),
@@ -118,8 +120,19 @@ class RouterProcess:
             loop.add_signal_handler(number, self.stop)
         drain_s = self._config.router.drain_grace_ms / 1000
         server = HttpServer(
-            create_app(self.services),
+            create_app(
+                self.services,
+                cors_origins=self._config.router.cors_origins,
+                allowed_hosts=[*self._config.router.allowed_hosts, self._config.router.host],
+            ),
             self._listener,
+            limits=HttpLimits(
+                max_header_bytes=self._config.router.max_header_bytes,
+                receive_timeout_s=self._config.router.receive_timeout_ms / 1000,
+                max_connections=allow_open_files(self._config.router.max_connections),
+            ),
+            metrics=self.services.metrics,
+            rejections=self.services.rejections,
             shutdown_grace_s=math.ceil(drain_s) + _CANCEL_GRACE_S,
         )
         registry = Registry(self._config.registry)

@@ -14,6 +14,7 @@ from router.cluster_view import ClusterView, Connect
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.policy.choose_workers import PolicySettings
+from router.rejection_log import RejectionLog
 from text_pipeline.text_model import TextModel
 
 
@@ -22,7 +23,8 @@ class RouterLimits:
     """Bounds on what clients may ask for."""
 
     request_timeout_ms: int = 600_000
-    max_request_body: int = 8 * 2**20  # bytes
+    max_request_body: int = 8 * 2**20  # bytes, also once decompressed
+    receive_timeout_ms: int = 30_000  # for a silent client in the middle of its body
     max_concurrent_requests: int = 1024  # sequences
     max_n: int = 16
     max_index_blocks: int = 1_000_000
@@ -41,6 +43,8 @@ class RouterServices:
     dispatcher: Dispatcher
     admission: Admission
     metrics: RouterMetrics
+    rejections: RejectionLog = field(default_factory=RejectionLog)
+    num_requests: int = 0  # generation requests at any stage, those whose body is still read included
     started_at: float = field(default_factory=time.time)
     is_draining: bool = False
     registry_problem: Callable[[], str] = lambda: ""  # why the members are not known; "" if they are

@@ -38,6 +38,7 @@ class WorkerView:
         self.load: LoadReport | None = None
         self.kv_sequence: int | None = None  # of the last KV event applied; None until a snapshot came
         self.is_reachable = True  # until the connection breaks, and again with the next message
+        self.was_told_to_drain = False  # through this router; the worker itself says so with its next report
         self.peers: frozenset[str] = frozenset()  # compatible prefill workers, if this is a decode worker
         self._requests: set[Dispatched] = set()
         self._prefills: dict[Dispatched, int] = {}  # uncached prompt tokens
@@ -55,6 +56,11 @@ class WorkerView:
         if not self.is_reachable:
             return "unreachable"
         return self.load.state if self.load is not None else "starting"
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it ends, as far as this router knows."""
+        return self.was_told_to_drain or self.state == "draining"
 
     @property
     def num_in_flight(self) -> int:

@@ -36,7 +36,7 @@ _INLINE_TOKENIZE_CHARS = 8_192  # longer prompts are tokenized in a thread, off 
 async def chat_completions(services: RouterServices, request: Request) -> Response:
     """Answer one request. Raises ApiError."""
     received_at = time.perf_counter()
-    data = await read_body(request, services.limits.max_request_body)
+    data = await read_body(request, services.limits)
     body = parse_body(data, ChatCompletionRequest)
     check_chat_supported(body)
     messages = chat_messages(body.messages)

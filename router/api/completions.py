@@ -36,7 +36,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 async def completions(services: RouterServices, request: Request) -> Response:
     """Answer one request. Raises ApiError."""
     received_at = time.perf_counter()
-    data = await read_body(request, services.limits.max_request_body)
+    data = await read_body(request, services.limits)
     body = parse_body(data, CompletionRequest)
     check_completion_supported(body)
     prompts = completion_prompts(body)

@@ -27,6 +27,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,  # seconds
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -35,6 +36,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self._headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
@@ -49,7 +51,9 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """Extra response headers."""
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.retry_after is None:
+            return self._headers
+        return {**self._headers, "Retry-After": str(self.retry_after)}
 
     def response(self) -> Response:
         """The whole HTTP response."""

@@ -1,7 +1,8 @@
-"""``GET /health``, ``/ready`` and ``/metrics``."""
+"""``GET /health``, ``/ping``, ``/ready``, ``/version``, ``/load`` and ``/metrics``."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 from router.services import RouterServices
@@ -10,6 +11,16 @@ from router.services import RouterServices
 def health(services: RouterServices) -> dict[str, Any]:
     """The process is alive. Says nothing about workers."""
     return {"status": "ok", "router": services.router_id}
+
+
+def leadout_version() -> str:
+    """The installed version."""
+    return importlib.metadata.version("leadout")
+
+
+def load(services: RouterServices) -> dict[str, int]:
+    """Generation requests in this router now, at any stage. Load balancers know the name from vLLM."""
+    return {"server_load": services.num_requests}
 
 
 def readiness(services: RouterServices) -> tuple[int, dict[str, Any]]:

@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from router.api.content_encoding import BodyDecoder
 from router.api.errors import ApiError, ClientDisconnectedError, bad_request, from_validation
+from router.api.generation import request_timeout_ms
+from router.services import RouterLimits
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises ApiError (413) as soon as it is known to exceed ``max_bytes``."""
+async def read_body(request: Request, limits: RouterLimits) -> bytes:
+    """The whole body, decompressed.
+
+    Raises ApiError: 413 as soon as it is known to be too large, compressed or not; 408 if the client falls
+    silent or the request's deadline passes; 415 or 400 for what ``Content-Encoding`` says; 400 for a bad
+    ``X-Request-Timeout-Ms``. Raises ClientDisconnectedError.
+    """
+    max_bytes = limits.max_request_body
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
-    chunks: list[bytes] = []
-    size = 0
+    decoder = BodyDecoder(", ".join(request.headers.getlist("content-encoding")))
+    loop = asyncio.get_running_loop()
+    silence_s = limits.receive_timeout_ms / 1000
+    deadline = loop.time() + request_timeout_ms(request, limits.request_timeout_ms) / 1000
+    body = bytearray()
+    num_received = 0
     try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > max_bytes:
-                raise _too_large(max_bytes)
-            chunks.append(chunk)
+        async with asyncio.timeout_at(min(loop.time() + silence_s, deadline)) as timeout:
+            async for chunk in request.stream():
+                timeout.reschedule(min(loop.time() + silence_s, deadline))
+                num_received += len(chunk)
+                if num_received > max_bytes:
+                    raise _too_large(max_bytes)
+                for piece in decoder.feed(chunk):
+                    body += piece
+                    if len(body) > max_bytes:
+                        raise _too_large(max_bytes)
+                    await asyncio.sleep(0)  # what a body is decompressed to may be a thousand times its size
     except ClientDisconnect as error:
         raise ClientDisconnectedError from error
-    return b"".join(chunks)
+    except TimeoutError as error:
+        raise ApiError(
+            408,
+            f"The request's body was not complete in time: {num_received} bytes of it had come. A client may "
+            f"be silent for {silence_s:g} s, and must be done by the request's deadline.",
+            code="request_timeout",
+        ) from error
+    decoder.finish()
+    return bytes(body)
 
 
 def parse_body(data: bytes, schema: type[Body]) -> Body:
@@ -48,6 +76,6 @@ def parse_body(data: bytes, schema: type[Body]) -> Body:
 def _too_large(max_bytes: int) -> ApiError:
     return ApiError(
         413,
-        f"The request body is too large: at most {max_bytes} bytes are accepted.",
+        f"The request body is too large: at most {max_bytes} bytes are accepted, also once decompressed.",
         code="request_too_large",
     )

@@ -39,7 +39,7 @@ def test_workers_drain_under_load() -> None:
         load.wait_for_more(2)
         wait_until_busy(cluster, "prefill-0")
         drained = subprocess.run(
-            [sys.executable, "-m", "leadout", "drain", "prefill-0", "--url", cluster.url],
+            [sys.executable, "-m", "leadout", "drain", "prefill-0", "--force", "--url", cluster.url],
             capture_output=True,
             text=True,
             timeout=60,

@@ -43,6 +43,8 @@ def test_it_is_followed_until_it_has_left(
     with scripted_server(_router([[_worker()], [_worker()], [_worker(running=0)], after])) as server:
         assert run_drain(server.url, "decode-0", wait_s=30) == 0
     assert server.requests[0].path == "/cluster/workers/decode-0/drain"
+    assert server.requests[0].headers["content-type"] == "application/json"
+    assert server.requests[0].body == {"force": False}
     assert capsys.readouterr().out.splitlines() == [
         "decode-0 is draining: 2 running, 4 waiting, 3 handoffs",
         "decode-0 is draining: 0 running, 4 waiting, 3 handoffs",
@@ -61,6 +63,12 @@ def test_without_waiting_only_the_order_is_given(capsys: pytest.CaptureFixture[s
         assert run_drain(server.url, "decode-0", wait_s=0) == 0
     assert len(server.requests) == 1
     assert capsys.readouterr().out == "decode-0 drains\n"
+
+
+def test_force_is_passed_on() -> None:
+    with scripted_server(_router([[_worker()]])) as server:
+        assert run_drain(server.url, "decode-0", wait_s=0, force=True) == 0
+    assert server.requests[0].body == {"force": True}
 
 
 def test_what_the_router_refuses_is_said() -> None:

@@ -16,6 +16,7 @@ from cluster.messages import Envelope
 from cluster.model_source import BUNDLED_MODEL, resolve_model
 from cluster.rpc import RpcConnection
 from router.app import create_app
+from router.http_protocol import HttpLimits
 from router.http_server import HttpServer, bind_listener, listener_url
 from router.policy.choose_workers import PolicySettings
 from router.process import load_text_model_of
@@ -87,18 +88,32 @@ StartRouter = Callable[..., Any]
 
 @pytest.fixture
 async def start_router(text_model: TextModel) -> AsyncIterator[StartRouter]:
-    """``await start_router(worker, ..., max_n=4)`` gives a RunningRouter with these workers and limits."""
+    """``await start_router(worker, ..., max_n=4)`` gives a RunningRouter with these workers and limits.
+
+    ``http``: fields of HttpLimits; ``app``: further arguments of create_app.
+    """
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(*workers: ScriptedWorker, **limits: Any) -> RunningRouter:
-            return await stack.enter_async_context(_running(text_model, workers, limits))
+        async def start(
+            *workers: ScriptedWorker,
+            http: dict[str, Any] | None = None,
+            app: dict[str, Any] | None = None,
+            **limits: Any,
+        ) -> RunningRouter:
+            return await stack.enter_async_context(
+                _running(text_model, workers, limits, http or {}, app or {})
+            )
 
         yield start
 
 
 @contextlib.asynccontextmanager
 async def _running(
-    text_model: TextModel, workers: tuple[ScriptedWorker, ...], limits: dict[str, Any]
+    text_model: TextModel,
+    workers: tuple[ScriptedWorker, ...],
+    limits: dict[str, Any],
+    http: dict[str, Any],
+    app: dict[str, Any],
 ) -> AsyncIterator[RunningRouter]:
     def connect(
         record: WorkerRecord, on_message: Callable[[Envelope], None], on_disconnected: Callable[[], None]
@@ -120,7 +135,14 @@ async def _running(
         connect=connect,
     )
     listener = bind_listener("127.0.0.1", 0)
-    server = HttpServer(create_app(services), listener, shutdown_grace_s=1)
+    server = HttpServer(
+        create_app(services, **app),
+        listener,
+        limits=HttpLimits(**http),
+        metrics=services.metrics,
+        rejections=services.rejections,
+        shutdown_grace_s=1,
+    )
     serving = asyncio.create_task(server.serve())
     router = RunningRouter(services, listener_url(listener))
     try:
