@@ -22,8 +22,9 @@ from router.api.errors import (
     no_worker,
     overloaded,
 )
+from router.api.seeds import choice_seed
 from router.api.usage import UsageCounter
-from router.api.validation import ServedModel, choice_seed
+from router.api.validation import ServedModel
 from router.in_flight import Generation, SequenceRequest
 from router.policy.plan import NoWorkerError, Plan
 from router.services import RouterServices
@@ -38,7 +39,7 @@ class GenerationSpec:
     endpoint: str  # "chat" | "completions", the metrics' label
     model: ServedModel
     prompts: list[list[int]]
-    sampling: list[SamplingParams]  # per prompt, with the seed of its first choice
+    sampling: list[SamplingParams]  # per prompt, with the request's seed: each choice gets its own
     n: int
     stop: tuple[str, ...]
     skip_special_tokens: bool
@@ -157,8 +158,7 @@ class ActiveGeneration:
         spec = self.spec
         prompt, choice = divmod(index, spec.n)
         sampling = spec.sampling[prompt]
-        if choice:
-            sampling = msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, choice))
+        sampling = msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, prompt, choice))
         return SequenceRequest(
             request_id=spec.response_id if spec.num_choices == 1 else f"{spec.response_id}-{index}",
             model=spec.model.name,

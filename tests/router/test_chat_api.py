@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.messages import TokenLogprobs
+from router.api.seeds import choice_seed
 from tests.router.conftest import MODEL, StartRouter
 from tests.router.scripted_worker import EOS, ScriptedWorker, answer, endless, until
 from text_pipeline.tokenizer import Tokenizer
@@ -165,7 +166,8 @@ async def test_n_choices_have_their_own_seeds(
     router = await start_router(worker)
     completion = await router.openai.chat.completions.create(model=MODEL, messages=QUESTION, n=3, seed=40)
     assert [choice.index for choice in completion.choices] == [0, 1, 2]
-    assert [choice.message.content for choice in completion.choices] == ["seed 40", "seed 41", "seed 42"]
+    texts = [choice.message.content for choice in completion.choices]
+    assert texts == [f"seed {choice_seed(40, 0, choice)}" for choice in range(3)]
     assert len({message.request_id for message in worker.generates}) == 3
     assert completion.usage.prompt_tokens == len(worker.generates[0].prompt_token_ids)
 
@@ -179,7 +181,7 @@ async def test_n_choices_have_their_own_seeds(
         texts[choice.index] += choice.delta.content or ""
         if choice.finish_reason:
             finishes.append(choice.index)
-    assert texts == ["seed 7", "seed 8"]
+    assert texts == [f"seed {choice_seed(7, 0, choice)}" for choice in range(2)]
     assert sorted(finishes) == [0, 1]
 
 
