@@ -249,6 +249,13 @@ class RouterConfig(_Section):
     max_n: int = Field(
         default=16, ge=1, le=1024, description="Most choices (`n`) that one request may ask for."
     )
+    sse_keepalive_ms: int = Field(
+        default=10_000,
+        ge=0,
+        le=86_400_000,
+        description="A stream in which nothing was sent for this long gets a comment, so that proxies do not "
+        "cut it, in ms; 0: never.",
+    )
     drain_grace_ms: Milliseconds = Field(
         default=10_000, description="How long a router that ends lets its requests finish, in ms."
     )

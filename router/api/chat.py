@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cluster.messages import TokenLogprobs
+from router.api.choices import ChoiceDelta
 from router.api.errors import bad_request
-from router.api.generation import ActiveGeneration, GenerationSpec, new_response_id, request_timeout_ms
+from router.api.generation import GenerationSpec, new_response_id, request_timeout_ms
 from router.api.logprobs import chat_logprobs
 from router.api.request_body import parse_body, read_body
-from router.api.respond import Deltas, FinishedChoice, respond
+from router.api.respond import FinishedChoice, respond
 from router.api.schemas import ChatCompletionRequest
-from router.api.streaming import DONE, sse_event
 from router.api.validation import (
     ServedModel,
     chat_messages,
@@ -48,10 +49,7 @@ async def chat_completions(services: RouterServices, request: Request) -> Respon
         prompt = await asyncio.to_thread(_tokenize, services, body, messages)
     spec = _spec(services, body, model, prompt, timeout_ms, received_at)
     services.metrics.tokenize_time.labels("chat").observe(time.perf_counter() - received_at)
-    shape = _ChatShape(services, body)
-    return await respond(
-        services, spec, request, stream=bool(body.stream), events=shape.events, body=shape.body
-    )
+    return await respond(services, spec, request, body, _ChatShape(services, body))
 
 
 def _tokenize(
@@ -112,68 +110,40 @@ def _spec(
 
 
 class _ChatShape:
-    """Builds the response objects of one chat request."""
+    """Writes the choices of one chat request."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
 
     def __init__(self, services: RouterServices, body: ChatCompletionRequest) -> None:
         self._tokenizer = services.text_model.tokenizer
         self._wants_logprobs = bool(body.logprobs)
         self._num_top = body.top_logprobs or 0
-        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
 
-    def body(self, active: ActiveGeneration, choices: list[FinishedChoice]) -> dict[str, Any]:
-        """The whole ``chat.completion``."""
+    def whole(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
+        """A choice of the ``chat.completion``."""
         return {
-            **_envelope(active.spec, "chat.completion"),
-            "choices": [
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                    "logprobs": (
-                        chat_logprobs(choice.logprobs, self._num_top, self._tokenizer)
-                        if self._wants_logprobs
-                        else None
-                    ),
-                    "finish_reason": choice.finish_reason,
-                    "stop_reason": choice.stop_reason,
-                }
-                for index, choice in enumerate(choices)
-            ],
-            "usage": active.usage.body(),
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
         }
 
-    async def events(self, active: ActiveGeneration, deltas: Deltas) -> AsyncIterator[bytes]:
-        """The ``chat.completion.chunk`` events."""
-        envelope = _envelope(active.spec, "chat.completion.chunk")
-        if self._include_usage:
-            envelope["usage"] = None
+    def opening(self, index: int) -> dict[str, Any]:
+        """The chunk that names the role."""
+        return _chunk_choice(index, {"role": "assistant", "content": "", "refusal": None})
 
-        def chunk(index: int, delta: dict[str, Any], **fields: Any) -> bytes:
-            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
-            return sse_event({**envelope, "choices": [choice]})
+    def pieces(self, index: int, delta: ChoiceDelta) -> Iterator[dict[str, Any]]:
+        """The text, and the end in a chunk of its own."""
+        if delta.text or (self._wants_logprobs and delta.logprobs):
+            yield _chunk_choice(index, {"content": delta.text}, logprobs=self._logprobs(delta.logprobs))
+        if delta.finish_reason is not None:
+            yield _chunk_choice(index, {}, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
 
-        for index in range(active.spec.num_choices):
-            yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
-        async for batch in deltas:
-            for index, delta in batch:
-                if delta.text or (self._wants_logprobs and delta.logprobs):
-                    logprobs = (
-                        chat_logprobs(delta.logprobs, self._num_top, self._tokenizer)
-                        if self._wants_logprobs
-                        else None
-                    )
-                    yield chunk(index, {"content": delta.text}, logprobs=logprobs)
-                if delta.finish_reason is not None:
-                    yield chunk(index, {}, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
-        if self._include_usage:
-            yield sse_event({**envelope, "choices": [], "usage": active.usage.body()})
-        yield DONE
+    def _logprobs(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        return chat_logprobs(positions, self._num_top, self._tokenizer) if self._wants_logprobs else None
 
 
-def _envelope(spec: GenerationSpec, kind: str) -> dict[str, Any]:
-    return {
-        "id": spec.response_id,
-        "object": kind,
-        "created": spec.created,
-        "model": spec.model.name,
-        "system_fingerprint": spec.system_fingerprint,
-    }
+def _chunk_choice(index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}

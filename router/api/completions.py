@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cluster.messages import TokenLogprobs
+from router.api.choices import ChoiceDelta
 from router.api.errors import bad_request
-from router.api.generation import ActiveGeneration, GenerationSpec, new_response_id, request_timeout_ms
+from router.api.generation import GenerationSpec, new_response_id, request_timeout_ms
 from router.api.logprobs import completion_logprobs
 from router.api.request_body import parse_body, read_body
-from router.api.respond import Deltas, FinishedChoice, respond
+from router.api.respond import FinishedChoice, respond
 from router.api.schemas import CompletionRequest
-from router.api.streaming import DONE, sse_event
 from router.api.validation import (
     ServedModel,
     check_completion_supported,
@@ -27,6 +28,7 @@ from router.api.validation import (
     stop_strings,
 )
 from router.services import RouterServices
+from text_pipeline.detokenizer import IncrementalDetokenizer
 from text_pipeline.tokenizer import TokenizerError
 
 _INLINE_TOKENIZE_CHARS = 8_192  # longer prompts are tokenized in a thread, off the event loop
@@ -48,10 +50,7 @@ async def completions(services: RouterServices, request: Request) -> Response:
         token_ids = await asyncio.to_thread(_tokenize, services, body, prompts)
     spec = _spec(services, body, model, token_ids, timeout_ms, received_at)
     services.metrics.tokenize_time.labels("completions").observe(time.perf_counter() - received_at)
-    shape = _CompletionShape(services, body, prompts)
-    return await respond(
-        services, spec, request, stream=bool(body.stream), events=shape.events, body=shape.body
-    )
+    return await respond(services, spec, request, body, _CompletionShape(services, spec, body, prompts))
 
 
 def _tokenize(
@@ -105,80 +104,64 @@ def _spec(
 
 
 class _CompletionShape:
-    """Builds the response objects of one completion request."""
+    """Writes the choices of one completion request."""
+
+    whole_object = chunk_object = "text_completion"
 
     def __init__(
-        self, services: RouterServices, body: CompletionRequest, prompts: list[str] | list[list[int]]
+        self,
+        services: RouterServices,
+        spec: GenerationSpec,
+        body: CompletionRequest,
+        prompts: list[str] | list[list[int]],
     ) -> None:
+        self._spec = spec
         self._tokenizer = services.text_model.tokenizer
         self._num_top = body.logprobs
-        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._detokenizers: dict[int, IncrementalDetokenizer] = {}  # by choice: where its next token begins
         self._echo: list[str] | None = None
         if body.echo:
             self._echo = [
                 prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt) for prompt in prompts
             ]
 
-    def body(self, active: ActiveGeneration, choices: list[FinishedChoice]) -> dict[str, Any]:
-        """The whole ``text_completion``."""
+    def whole(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
+        """A choice of the whole ``text_completion``."""
         return {
-            **_envelope(active.spec),
-            "choices": [
-                {
-                    "index": index,
-                    "text": self._echo_of(active, index) + choice.text,
-                    "logprobs": (
-                        completion_logprobs(choice.logprobs, self._num_top, self._tokenizer, 0)
-                        if self._num_top is not None
-                        else None
-                    ),
-                    "finish_reason": choice.finish_reason,
-                    "stop_reason": choice.stop_reason,
-                }
-                for index, choice in enumerate(choices)
-            ],
-            "usage": active.usage.body(),
+            "index": index,
+            "text": self._echo_of(index) + choice.text,
+            "logprobs": self._logprobs(index, choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
         }
 
-    async def events(self, active: ActiveGeneration, deltas: Deltas) -> AsyncIterator[bytes]:
-        """The ``text_completion`` chunks."""
-        envelope = _envelope(active.spec)
-        if self._include_usage:
-            envelope["usage"] = None
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The prompt, if it is to be echoed."""
+        return None if self._echo is None else _chunk_choice(index, self._echo_of(index))
 
-        def chunk(index: int, text: str, **fields: Any) -> bytes:
-            choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **fields}
-            return sse_event({**envelope, "choices": [choice]})
+    def pieces(self, index: int, delta: ChoiceDelta) -> Iterator[dict[str, Any]]:
+        """The text, and the end in a chunk of its own."""
+        logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
+        if delta.text or logprobs is not None:
+            yield _chunk_choice(index, delta.text, logprobs=logprobs)
+        if delta.finish_reason is not None:
+            yield _chunk_choice(index, "", finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
 
-        text_offsets = [0] * active.spec.num_choices
-        if self._echo is not None:
-            for index in range(active.spec.num_choices):
-                yield chunk(index, self._echo_of(active, index))
-        async for batch in deltas:
-            for index, delta in batch:
-                logprobs: dict[str, Any] | None = None
-                if self._num_top is not None and delta.logprobs:
-                    logprobs = completion_logprobs(
-                        delta.logprobs, self._num_top, self._tokenizer, text_offsets[index]
-                    )
-                    text_offsets[index] += sum(len(token) for token in logprobs["tokens"])
-                if delta.text or logprobs is not None:
-                    yield chunk(index, delta.text, logprobs=logprobs)
-                if delta.finish_reason is not None:
-                    yield chunk(index, "", finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
-        if self._include_usage:
-            yield sse_event({**envelope, "choices": [], "usage": active.usage.body()})
-        yield DONE
+    def _logprobs(self, index: int, positions: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if self._num_top is None:
+            return None
+        detokenizer = self._detokenizers.get(index)
+        if detokenizer is None:
+            detokenizer = self._detokenizers[index] = IncrementalDetokenizer(
+                self._tokenizer,
+                skip_special_tokens=self._spec.skip_special_tokens,
+                prompt_token_ids=self._spec.text_before(index),
+            )
+        return completion_logprobs(positions, self._num_top, self._tokenizer, detokenizer)
 
-    def _echo_of(self, active: ActiveGeneration, index: int) -> str:
-        return "" if self._echo is None else self._echo[index // active.spec.n]
+    def _echo_of(self, index: int) -> str:
+        return "" if self._echo is None else self._echo[index // self._spec.n]
 
 
-def _envelope(spec: GenerationSpec) -> dict[str, Any]:
-    return {
-        "id": spec.response_id,
-        "object": "text_completion",
-        "created": spec.created,
-        "model": spec.model.name,
-        "system_fingerprint": spec.system_fingerprint,
-    }
+def _chunk_choice(index: int, text: str, **fields: Any) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None, **fields}

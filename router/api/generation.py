@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -55,6 +55,10 @@ class GenerationSpec:
         """Sequences to generate."""
         return len(self.prompts) * self.n
 
+    def text_before(self, index: int) -> Sequence[int]:
+        """The tokens whose text choice ``index`` goes on with."""
+        return self.prompts[index // self.n] if self.continues_prompt_text else ()
+
     @property
     def system_fingerprint(self) -> str:
         """Names the weights that answer."""
@@ -102,7 +106,7 @@ class ActiveGeneration:
         return self._generation.plans[0]
 
     async def deltas(self) -> AsyncIterator[list[tuple[int, ChoiceDelta]]]:
-        """The choices' deltas as they arrive, until all have finished.
+        """The choices' deltas as they arrive, until all have finished; an empty list for each ``nudge``.
 
         Raises ApiError if a choice fails (the others are then cancelled by ``close``), and
         ClientDisconnectedError when the client has gone.
@@ -116,11 +120,15 @@ class ActiveGeneration:
                 for index, output in outputs
                 if not self._choices[index].is_finished
             ]
-            if deltas:
+            if deltas or not outputs:
                 yield deltas
         self._metrics.e2e_request_latency.labels(self.spec.endpoint).observe(
             time.perf_counter() - self.spec.received_at
         )
+
+    def nudge(self) -> None:
+        """Have ``deltas`` yield an empty list if it is waiting."""
+        self._generation.nudge()
 
     def close(self, reason: str) -> None:
         """Release everything; cancel unfinished sequences on their workers. May be called twice."""
@@ -176,7 +184,7 @@ class ActiveGeneration:
             include_stop=spec.include_stop_in_output,
             min_tokens=sampling.min_tokens,
             skip_special_tokens=spec.skip_special_tokens,
-            prompt_token_ids=spec.prompts[index // spec.n] if spec.continues_prompt_text else (),
+            prompt_token_ids=spec.text_before(index),
         )
         return ChoiceText(
             output_text,
