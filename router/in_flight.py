@@ -87,7 +87,7 @@ class Generation:
         self._wake.set()
 
     def nudge(self) -> None:
-        """Wake a waiting consumer although nothing has arrived."""
+        """Have ``next`` return an empty list, at once or when it is called."""
         self._is_nudged = True
         self._wake.set()
 
@@ -99,8 +99,8 @@ class Generation:
         while not self._pending and not self._disconnected and not self._is_nudged:
             self._wake.clear()
             await self._wake.wait()
-        self._is_nudged = False
-        if self._disconnected:
+        if self._disconnected or self._is_nudged:
+            self._is_nudged = False
             return []
         pending, self._pending = self._pending, []
         return pending

@@ -127,7 +127,7 @@ class ActiveGeneration:
         )
 
     def nudge(self) -> None:
-        """Have ``deltas`` yield an empty list if it is waiting."""
+        """Have ``deltas`` yield an empty list next."""
         self._generation.nudge()
 
     def close(self, reason: str) -> None:
