@@ -105,8 +105,10 @@ class ActiveGeneration:
         """The plan of the first choice, as it stands now."""
         return self._generation.plans[0]
 
-    async def deltas(self) -> AsyncIterator[list[tuple[int, ChoiceDelta]]]:
-        """The choices' deltas as they arrive, until all have finished; an empty list for each ``nudge``.
+    async def deltas(self) -> AsyncIterator[tuple[int, ChoiceDelta] | None]:
+        """Choice and delta as they arrive, until all have finished; None for each ``nudge``.
+
+        ``usage`` counts what has been yielded.
 
         Raises ApiError if a choice fails (the others are then cancelled by ``close``), and
         ClientDisconnectedError when the client has gone.
@@ -115,19 +117,22 @@ class ActiveGeneration:
             outputs = await self._generation.next()
             if self._generation.is_disconnected:
                 raise ClientDisconnectedError
-            deltas = [
+            if not outputs:
+                yield None
+            deltas = [  # of all at once: neither metrics nor cancels wait until a slow client has read one
                 (index, self._feed(index, output))
                 for index, output in outputs
                 if not self._choices[index].is_finished
             ]
-            if deltas or not outputs:
-                yield deltas
+            for index, delta in deltas:
+                self.usage.add(index, delta.num_tokens)
+                yield index, delta
         self._metrics.e2e_request_latency.labels(self.spec.endpoint).observe(
             time.perf_counter() - self.spec.received_at
         )
 
     def nudge(self) -> None:
-        """Have ``deltas`` yield an empty list next."""
+        """Have ``deltas`` yield None next."""
         self._generation.nudge()
 
     def close(self, reason: str) -> None:
@@ -199,7 +204,6 @@ class ActiveGeneration:
         if output.token_ids:
             self._observe(index, output)
         delta = self._choices[index].feed(output)
-        self.usage.add(index, delta.num_tokens)
         if delta.is_stop_string:
             self._services.dispatcher.cancel(self._generation, index, "stop_string")
         if delta.finish_reason is not None:

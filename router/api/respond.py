@@ -98,13 +98,15 @@ async def respond(
 async def _whole(active: ActiveGeneration, shape: Shape, is_explained: bool) -> dict[str, Any]:
     choices = [FinishedChoice() for _ in range(active.spec.num_choices)]
     texts: list[list[str]] = [[] for _ in choices]
-    async for batch in active.deltas():
-        for index, delta in batch:
-            texts[index].append(delta.text)
-            choices[index].logprobs.extend(delta.logprobs)
-            if delta.finish_reason is not None:
-                choices[index].finish_reason = delta.finish_reason
-                choices[index].stop_reason = delta.stop_reason
+    async for arrived in active.deltas():
+        if arrived is None:
+            continue
+        index, delta = arrived
+        texts[index].append(delta.text)
+        choices[index].logprobs.extend(delta.logprobs)
+        if delta.finish_reason is not None:
+            choices[index].finish_reason = delta.finish_reason
+            choices[index].stop_reason = delta.stop_reason
     for choice, parts in zip(choices, texts, strict=True):
         choice.text = "".join(parts)
     return {
@@ -130,8 +132,8 @@ async def _events(
         return sse_event(body)
 
     is_open = False
-    async for batch in active.deltas():
-        if not batch:
+    async for arrived in active.deltas():
+        if arrived is None:
             yield KEEP_ALIVE
             continue
         if not is_open:
@@ -140,9 +142,8 @@ async def _events(
                 opening = shape.opening(index)
                 if opening is not None:
                     yield chunk(opening)
-        for index, delta in batch:
-            for piece in shape.pieces(index, delta):
-                yield chunk(piece)
+        for piece in shape.pieces(*arrived):
+            yield chunk(piece)
     if options.include_usage or is_explained:
         last = {**envelope, "choices": []}
         if options.include_usage:

@@ -35,10 +35,6 @@ class UsageCounter:
         """Count tokens that belong to the answer."""
         self._completion_tokens[choice] += num_tokens
 
-    def completion_tokens(self, choice: int) -> int:
-        """Tokens of one choice so far."""
-        return self._completion_tokens[choice]
-
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
