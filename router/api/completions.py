@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.messages import TokenLogprobs
-from router.api.choices import ChoiceDelta
+from router.api.completion_shape import CompletionShape
 from router.api.errors import bad_request
 from router.api.generation import GenerationSpec, new_response_id, request_timeout_ms
-from router.api.logprobs import completion_logprobs
 from router.api.request_body import parse_body, read_body
-from router.api.respond import FinishedChoice, respond
+from router.api.respond import respond
 from router.api.schemas import CompletionRequest
 from router.api.validation import (
     ServedModel,
@@ -28,7 +24,6 @@ from router.api.validation import (
     stop_strings,
 )
 from router.services import RouterServices
-from text_pipeline.detokenizer import IncrementalDetokenizer
 from text_pipeline.tokenizer import TokenizerError
 
 _INLINE_TOKENIZE_CHARS = 8_192  # longer prompts are tokenized in a thread, off the event loop
@@ -50,7 +45,13 @@ async def completions(services: RouterServices, request: Request) -> Response:
         token_ids = await asyncio.to_thread(_tokenize, services, body, prompts)
     spec = _spec(services, body, model, token_ids, timeout_ms, received_at)
     services.metrics.tokenize_time.labels("completions").observe(time.perf_counter() - received_at)
-    return await respond(services, spec, request, body, _CompletionShape(services, spec, body, prompts))
+    echo = [_text(services, prompt) for prompt in prompts] if body.echo else ()
+    shape = CompletionShape(services, spec, body, echo)
+    return await respond(services, spec, request, body, shape)
+
+
+def _text(services: RouterServices, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else services.text_model.tokenizer.decode(prompt)
 
 
 def _tokenize(
@@ -101,67 +102,3 @@ def _spec(
         timeout_ms=timeout_ms,
         received_at=received_at,
     )
-
-
-class _CompletionShape:
-    """Writes the choices of one completion request."""
-
-    whole_object = chunk_object = "text_completion"
-
-    def __init__(
-        self,
-        services: RouterServices,
-        spec: GenerationSpec,
-        body: CompletionRequest,
-        prompts: list[str] | list[list[int]],
-    ) -> None:
-        self._spec = spec
-        self._tokenizer = services.text_model.tokenizer
-        self._num_top = body.logprobs
-        self._detokenizers: dict[int, IncrementalDetokenizer] = {}  # by choice: where its next token begins
-        self._echo: list[str] | None = None
-        if body.echo:
-            self._echo = [
-                prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt) for prompt in prompts
-            ]
-
-    def whole(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
-        """A choice of the whole ``text_completion``."""
-        return {
-            "index": index,
-            "text": self._echo_of(index) + choice.text,
-            "logprobs": self._logprobs(index, choice.logprobs),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The prompt, if it is to be echoed."""
-        return None if self._echo is None else _chunk_choice(index, self._echo_of(index))
-
-    def pieces(self, index: int, delta: ChoiceDelta) -> Iterator[dict[str, Any]]:
-        """The text, and the end in a chunk of its own."""
-        logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
-        if delta.text or logprobs is not None:
-            yield _chunk_choice(index, delta.text, logprobs=logprobs)
-        if delta.finish_reason is not None:
-            yield _chunk_choice(index, "", finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
-
-    def _logprobs(self, index: int, positions: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        if self._num_top is None:
-            return None
-        detokenizer = self._detokenizers.get(index)
-        if detokenizer is None:
-            detokenizer = self._detokenizers[index] = IncrementalDetokenizer(
-                self._tokenizer,
-                skip_special_tokens=self._spec.skip_special_tokens,
-                prompt_token_ids=self._spec.text_before(index),
-            )
-        return completion_logprobs(positions, self._num_top, self._tokenizer, detokenizer)
-
-    def _echo_of(self, index: int) -> str:
-        return "" if self._echo is None else self._echo[index // self._spec.n]
-
-
-def _chunk_choice(index: int, text: str, **fields: Any) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": None, **fields}
