@@ -240,6 +240,13 @@ class RouterConfig(_Section):
     request_timeout_ms: Milliseconds = Field(
         default=600_000, description="Deadline of a request from its arrival to its last token, in ms."
     )
+    sse_keepalive_ms: int = Field(
+        default=10_000,
+        ge=0,
+        le=86_400_000,
+        description="A stream in which nothing was sent for this long gets a comment, so that proxies do not "
+        "cut it, in ms; 0: never.",
+    )
     max_request_body: ByteSize = Field(default=8 * _MIB, description="Largest HTTP request body, in bytes.")
     max_concurrent_requests: int = Field(
         default=1024,
@@ -248,13 +255,6 @@ class RouterConfig(_Section):
     )
     max_n: int = Field(
         default=16, ge=1, le=1024, description="Most choices (`n`) that one request may ask for."
-    )
-    sse_keepalive_ms: int = Field(
-        default=10_000,
-        ge=0,
-        le=86_400_000,
-        description="A stream in which nothing was sent for this long gets a comment, so that proxies do not "
-        "cut it, in ms; 0: never.",
     )
     drain_grace_ms: Milliseconds = Field(
         default=10_000, description="How long a router that ends lets its requests finish, in ms."

@@ -102,10 +102,10 @@ class RouterProcess:
             text_model=text_model,
             limits=RouterLimits(
                 request_timeout_ms=config.router.request_timeout_ms,
+                sse_keepalive_ms=config.router.sse_keepalive_ms,
                 max_request_body=config.router.max_request_body,
                 max_concurrent_requests=config.router.max_concurrent_requests,
                 max_n=config.router.max_n,
-                sse_keepalive_ms=config.router.sse_keepalive_ms,
             ),
             settings=PolicySettings(local_prefill_max_tokens=config.router.local_prefill_max_tokens),
             connect=self._connect,
