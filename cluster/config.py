@@ -242,6 +242,13 @@ class RouterConfig(_Section):
     request_timeout_ms: Milliseconds = Field(
         default=600_000, description="Deadline of a request from its arrival to its last token, in ms."
     )
+    sse_keepalive_ms: int = Field(
+        default=10_000,
+        ge=0,
+        le=86_400_000,
+        description="A stream in which nothing was sent for this long gets a comment, so that proxies do not "
+        "cut it, in ms; 0: never.",
+    )
     max_request_body: ByteSize = Field(default=8 * _MIB, description="Largest HTTP request body, in bytes.")
     max_header_bytes: Annotated[ByteSize, Field(ge=1024)] = Field(
         default=64 * 1024,

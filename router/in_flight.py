@@ -60,6 +60,7 @@ class Generation:
         self._pending: list[tuple[int, TokenOutput]] = []
         self._wake = asyncio.Event()
         self._disconnected = False
+        self._is_nudged = False
 
     @property
     def is_disconnected(self) -> bool:
@@ -85,12 +86,21 @@ class Generation:
         self._disconnected = True
         self._wake.set()
 
+    def nudge(self) -> None:
+        """Have ``next`` return an empty list, at once or when it is called."""
+        self._is_nudged = True
+        self._wake.set()
+
     async def next(self) -> list[tuple[int, TokenOutput]]:
-        """Everything that arrived since the last call, waiting for something. Empty if disconnected."""
-        while not self._pending and not self._disconnected:
+        """Everything that arrived since the last call, waiting for something.
+
+        Empty if the client went away, or after a ``nudge``.
+        """
+        while not self._pending and not self._disconnected and not self._is_nudged:
             self._wake.clear()
             await self._wake.wait()
-        if self._disconnected:
+        if self._disconnected or self._is_nudged:
+            self._is_nudged = False
             return []
         pending, self._pending = self._pending, []
         return pending

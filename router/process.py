@@ -103,6 +103,7 @@ class RouterProcess:
             text_model=text_model,
             limits=RouterLimits(
                 request_timeout_ms=config.router.request_timeout_ms,
+                sse_keepalive_ms=config.router.sse_keepalive_ms,
                 max_request_body=config.router.max_request_body,
                 receive_timeout_ms=config.router.receive_timeout_ms,
                 max_concurrent_requests=config.router.max_concurrent_requests,

@@ -20,7 +20,7 @@ from text_pipeline.text_model import TextModel
 
 @dataclass(frozen=True, kw_only=True)
 class RouterLimits:
-    """Bounds on what clients may ask for."""
+    """Bounds on what clients may ask for, and on how long a stream says nothing."""
 
     request_timeout_ms: int = 600_000
     max_request_body: int = 8 * 2**20  # bytes, also once decompressed
@@ -28,6 +28,7 @@ class RouterLimits:
     max_concurrent_requests: int = 1024  # sequences
     max_n: int = 16
     max_index_blocks: int = 1_000_000
+    sse_keepalive_ms: int = 10_000  # 0: streams may be silent for any time
 
 
 @dataclass(kw_only=True)

@@ -32,6 +32,7 @@ class IncrementalDetokenizer:
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._unfinished_prompt = self._unfinished_character(prompt_token_ids)
+        self._num_characters = 0  # returned so far
         self._at_start = tokenizer.piece_format.strips_leading_space and not any(
             self._bytes(token_id) for token_id in prompt_token_ids
         )
@@ -48,7 +49,20 @@ class IncrementalDetokenizer:
             unfinished, self._unfinished_prompt = self._unfinished_prompt, b""
             if raw and _continues(unfinished, raw[0]):
                 self._decoder.decode(unfinished)
-        return self._decoder.decode(raw)
+        text = self._decoder.decode(raw)
+        self._num_characters += len(text)
+        return text
+
+    def start_of(self, token_id: int) -> int:
+        """Where the text of ``token_id`` will begin if it is pushed next, in characters of all text returned.
+
+        That is the unfinished character where it goes on with one, and the end where it has no text.
+        """
+        raw = self._bytes(token_id)
+        unfinished = bytes(self._decoder.getstate()[0])
+        if raw and unfinished and not _continues(unfinished, raw[0]):
+            return self._num_characters + len(unfinished.decode(errors="replace"))
+        return self._num_characters
 
     def finish(self) -> str:
         """The held-back bytes of an unfinished character, as U+FFFD; the end of the stream."""

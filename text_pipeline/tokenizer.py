@@ -147,10 +147,6 @@ class Tokenizer:
             raise TokenizerError(f"no token has the id {token_id}; the vocabulary has {self.vocab_size} ids")
         return raw
 
-    def token_text(self, token_id: int) -> str:
-        """A token on its own as text, for logprobs: bytes that are no whole character become U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", errors="replace")
-
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``: their bytes joined and read as UTF-8, invalid bytes as U+FFFD.
 

@@ -12,6 +12,8 @@ import httpx
 
 from leadout.bench.workload import BenchRequest
 
+_EXPLAIN = {"X-Leadout-Explain": "1"}  # has Leadout say where the time went; others do not know it
+
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
@@ -58,7 +60,7 @@ async def send(
     record = RequestRecord(sent_at=clock())
     try:
         async with client.stream(
-            "POST", f"{target.url}/v1/completions", json=body, headers=target.headers
+            "POST", f"{target.url}/v1/completions", json=body, headers={**_EXPLAIN, **target.headers}
         ) as response:
             if response.status_code != 200:
                 await response.aread()
@@ -95,11 +97,11 @@ async def _read(response: httpx.Response, record: RequestRecord, clock: Callable
         choices = chunk.get("choices") or []
         if any(choice.get("text") for choice in choices):
             record.token_times.append(clock())
+        record.server_timings = (chunk.get("leadout") or {}).get("timings") or record.server_timings
         usage = chunk.get("usage")
         if usage:
             record.prompt_tokens = usage.get("prompt_tokens") or 0
             record.completion_tokens = usage.get("completion_tokens") or 0
             record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            record.server_timings = usage.get("leadout")
     if not is_complete:
         record.error = "stream cut off"

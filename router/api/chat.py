@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.api.chat_shape import ChatShape
 from router.api.errors import bad_request
-from router.api.generation import ActiveGeneration, GenerationSpec, new_response_id, request_timeout_ms
-from router.api.logprobs import chat_logprobs
+from router.api.generation import GenerationSpec, new_response_id, request_timeout_ms
 from router.api.request_body import parse_body, read_body
-from router.api.respond import Deltas, FinishedChoice, respond
+from router.api.respond import respond
 from router.api.schemas import ChatCompletionRequest
-from router.api.streaming import DONE, sse_event
 from router.api.validation import (
     ServedModel,
     chat_messages,
@@ -48,10 +46,7 @@ async def chat_completions(services: RouterServices, request: Request) -> Respon
         prompt = await asyncio.to_thread(_tokenize, services, body, messages)
     spec = _spec(services, body, model, prompt, timeout_ms, received_at)
     services.metrics.tokenize_time.labels("chat").observe(time.perf_counter() - received_at)
-    shape = _ChatShape(services, body)
-    return await respond(
-        services, spec, request, stream=bool(body.stream), events=shape.events, body=shape.body
-    )
+    return await respond(services, spec, request, body, ChatShape(services, body))
 
 
 def _tokenize(
@@ -109,71 +104,3 @@ def _spec(
         timeout_ms=timeout_ms,
         received_at=received_at,
     )
-
-
-class _ChatShape:
-    """Builds the response objects of one chat request."""
-
-    def __init__(self, services: RouterServices, body: ChatCompletionRequest) -> None:
-        self._tokenizer = services.text_model.tokenizer
-        self._wants_logprobs = bool(body.logprobs)
-        self._num_top = body.top_logprobs or 0
-        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
-
-    def body(self, active: ActiveGeneration, choices: list[FinishedChoice]) -> dict[str, Any]:
-        """The whole ``chat.completion``."""
-        return {
-            **_envelope(active.spec, "chat.completion"),
-            "choices": [
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                    "logprobs": (
-                        chat_logprobs(choice.logprobs, self._num_top, self._tokenizer)
-                        if self._wants_logprobs
-                        else None
-                    ),
-                    "finish_reason": choice.finish_reason,
-                    "stop_reason": choice.stop_reason,
-                }
-                for index, choice in enumerate(choices)
-            ],
-            "usage": active.usage.body(),
-        }
-
-    async def events(self, active: ActiveGeneration, deltas: Deltas) -> AsyncIterator[bytes]:
-        """The ``chat.completion.chunk`` events."""
-        envelope = _envelope(active.spec, "chat.completion.chunk")
-        if self._include_usage:
-            envelope["usage"] = None
-
-        def chunk(index: int, delta: dict[str, Any], **fields: Any) -> bytes:
-            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
-            return sse_event({**envelope, "choices": [choice]})
-
-        for index in range(active.spec.num_choices):
-            yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
-        async for batch in deltas:
-            for index, delta in batch:
-                if delta.text or (self._wants_logprobs and delta.logprobs):
-                    logprobs = (
-                        chat_logprobs(delta.logprobs, self._num_top, self._tokenizer)
-                        if self._wants_logprobs
-                        else None
-                    )
-                    yield chunk(index, {"content": delta.text}, logprobs=logprobs)
-                if delta.finish_reason is not None:
-                    yield chunk(index, {}, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
-        if self._include_usage:
-            yield sse_event({**envelope, "choices": [], "usage": active.usage.body()})
-        yield DONE
-
-
-def _envelope(spec: GenerationSpec, kind: str) -> dict[str, Any]:
-    return {
-        "id": spec.response_id,
-        "object": kind,
-        "created": spec.created,
-        "model": spec.model.name,
-        "system_fingerprint": spec.system_fingerprint,
-    }

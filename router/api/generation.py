@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,8 +22,9 @@ from router.api.errors import (
     no_worker,
     overloaded,
 )
+from router.api.seeds import choice_seed
 from router.api.usage import UsageCounter
-from router.api.validation import ServedModel, choice_seed
+from router.api.validation import ServedModel
 from router.in_flight import Generation, SequenceRequest
 from router.policy.plan import NoWorkerError, Plan
 from router.services import RouterServices
@@ -38,7 +39,7 @@ class GenerationSpec:
     endpoint: str  # "chat" | "completions", the metrics' label
     model: ServedModel
     prompts: list[list[int]]
-    sampling: list[SamplingParams]  # per prompt, with the seed of its first choice
+    sampling: list[SamplingParams]  # per prompt, with the request's seed: each choice gets its own
     n: int
     stop: tuple[str, ...]
     skip_special_tokens: bool
@@ -53,6 +54,10 @@ class GenerationSpec:
     def num_choices(self) -> int:
         """Sequences to generate."""
         return len(self.prompts) * self.n
+
+    def text_before(self, index: int) -> Sequence[int]:
+        """The tokens whose text choice ``index`` goes on with."""
+        return self.prompts[index // self.n] if self.continues_prompt_text else ()
 
     @property
     def system_fingerprint(self) -> str:
@@ -100,8 +105,10 @@ class ActiveGeneration:
         """The plan of the first choice, as it stands now."""
         return self._generation.plans[0]
 
-    async def deltas(self) -> AsyncIterator[list[tuple[int, ChoiceDelta]]]:
-        """The choices' deltas as they arrive, until all have finished.
+    async def deltas(self) -> AsyncIterator[tuple[int, ChoiceDelta] | None]:
+        """Choice and delta as they arrive, until all have finished; None for each ``nudge``.
+
+        ``usage`` counts what has been yielded.
 
         Raises ApiError if a choice fails (the others are then cancelled by ``close``), and
         ClientDisconnectedError when the client has gone.
@@ -110,16 +117,23 @@ class ActiveGeneration:
             outputs = await self._generation.next()
             if self._generation.is_disconnected:
                 raise ClientDisconnectedError
-            deltas = [
+            if not outputs:
+                yield None
+            deltas = [  # of all at once: neither metrics nor cancels wait until a slow client has read one
                 (index, self._feed(index, output))
                 for index, output in outputs
                 if not self._choices[index].is_finished
             ]
-            if deltas:
-                yield deltas
+            for index, delta in deltas:
+                self.usage.add(index, delta.num_tokens)
+                yield index, delta
         self._metrics.e2e_request_latency.labels(self.spec.endpoint).observe(
             time.perf_counter() - self.spec.received_at
         )
+
+    def nudge(self) -> None:
+        """Have ``deltas`` yield None next."""
+        self._generation.nudge()
 
     def close(self, reason: str) -> None:
         """Release everything; cancel unfinished sequences on their workers. May be called twice."""
@@ -157,8 +171,7 @@ class ActiveGeneration:
         spec = self.spec
         prompt, choice = divmod(index, spec.n)
         sampling = spec.sampling[prompt]
-        if choice:
-            sampling = msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, choice))
+        sampling = msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, prompt, choice))
         return SequenceRequest(
             request_id=spec.response_id if spec.num_choices == 1 else f"{spec.response_id}-{index}",
             model=spec.model.name,
@@ -176,7 +189,7 @@ class ActiveGeneration:
             include_stop=spec.include_stop_in_output,
             min_tokens=sampling.min_tokens,
             skip_special_tokens=spec.skip_special_tokens,
-            prompt_token_ids=spec.prompts[index // spec.n] if spec.continues_prompt_text else (),
+            prompt_token_ids=spec.text_before(index),
         )
         return ChoiceText(
             output_text,
@@ -191,7 +204,6 @@ class ActiveGeneration:
         if output.token_ids:
             self._observe(index, output)
         delta = self._choices[index].feed(output)
-        self.usage.add(index, delta.num_tokens)
         if delta.is_stop_string:
             self._services.dispatcher.cancel(self._generation, index, "stop_string")
         if delta.finish_reason is not None:

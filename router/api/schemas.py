@@ -26,6 +26,7 @@ class StreamOptions(_Body):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's extension
 
 
 class ContentPart(_Body):

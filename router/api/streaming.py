@@ -15,6 +15,7 @@ from router.api.errors import ApiError, ClientDisconnectedError, internal_error
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients pass over
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is left to read it, but the metrics count it
 
 

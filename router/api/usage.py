@@ -35,10 +35,6 @@ class UsageCounter:
         """Count tokens that belong to the answer."""
         self._completion_tokens[choice] += num_tokens
 
-    def completion_tokens(self, choice: int) -> int:
-        """Tokens of one choice so far."""
-        return self._completion_tokens[choice]
-
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
@@ -50,13 +46,21 @@ class UsageCounter:
         return sum(self._cached.values())
 
     def body(self) -> dict[str, Any]:
-        """The ``usage`` object. ``leadout`` in it is ours: where the time to the first token went."""
+        """The ``usage`` object so far: OpenAI's members and no others, because clients add them up."""
         completion_tokens = sum(self._completion_tokens)
-        extension = {} if self._timings is None else {"leadout": msgspec.to_builtins(self._timings)}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": self.prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            **extension,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens, "audio_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "audio_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
         }
+
+    def explanation(self) -> dict[str, Any]:
+        """The ``leadout`` object: where the time of the first choice with a token went until that."""
+        return {"timings": None if self._timings is None else msgspec.structs.asdict(self._timings)}

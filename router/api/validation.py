@@ -23,7 +23,6 @@ _Number = TypeVar("_Number", int, float)
 _ROLES = ("system", "developer", "user", "assistant")
 _MAX_STOP_TOKEN_IDS = 128
 _MAX_LOGIT_BIAS = 1024
-_SEED_MASK = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +201,7 @@ def resolve_max_tokens(
 def sampling_params(
     body: SamplingFields, model: ServedModel, *, max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
-    """The engine's settings. A seed is drawn if the body has none."""
+    """The engine's settings, with the request's seed. A seed is drawn if the body has none."""
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise bad_request(
@@ -218,7 +217,7 @@ def sampling_params(
                 f"stop_token_ids[{index}]",
             )
     defaults = model.defaults
-    seed = secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK
+    seed = secrets.randbits(63) if body.seed is None else body.seed
     return SamplingParams(
         max_tokens=max_tokens,
         seed=seed,
@@ -239,11 +238,6 @@ def sampling_params(
 
 def _first(given: _Number | None, default: _Number) -> _Number:
     return default if given is None else given
-
-
-def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice ``index``."""
-    return (seed + index) & _SEED_MASK
 
 
 def _logit_bias(raw: dict[str, float] | None, model: ServedModel) -> dict[int, float]:

@@ -282,7 +282,7 @@ async def _read_stream(
         async for line in response.aiter_lines():
             if line == "data: [DONE]":
                 answer.is_complete = True
-            elif line:
+            elif line.startswith("data: "):
                 chunk = json.loads(line.removeprefix("data: "))
                 if "error" in chunk:
                     answer.error = f"error event: {chunk['error']}"

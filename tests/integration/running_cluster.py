@@ -143,14 +143,22 @@ class RunningCluster:
             time.sleep(0.05)
 
     def complete(self, **body: Any) -> dict[str, Any]:
-        """``POST /v1/completions``, greedy unless ``body`` says otherwise; fails unless it is a 200."""
+        """``POST /v1/completions``, greedy unless ``body`` says otherwise; fails unless it is a 200.
+
+        The answer says where its time went, and fails unless each token of a prompt came from one place.
+        """
         response = httpx.post(
             f"{self.url}/v1/completions",
             json={"model": MODEL, "temperature": 0, "max_tokens": 16, **body},
+            headers={"X-Leadout-Explain": "1"},
             timeout=240,
         )
         assert response.status_code == 200, f"{response.status_code}: {response.text}\n{self.log[-6000:]}"
         answer: dict[str, Any] = response.json()
+        if isinstance(body["prompt"], str):
+            timings = answer["leadout"]["timings"]
+            places = ("num_computed_tokens", "num_prefill_cached_tokens", "num_decode_cached_tokens")
+            assert sum(timings[place] for place in places) == answer["usage"]["prompt_tokens"], answer
         return answer
 
     def stop(self) -> int:

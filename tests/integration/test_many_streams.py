@@ -37,7 +37,7 @@ def stream(cluster: RunningCluster, index: int) -> tuple[int, str]:
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=300) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
-            if not line:
+            if not line or line.startswith(":"):
                 continue
             assert line.startswith("data: "), line
             if line == "data: [DONE]":

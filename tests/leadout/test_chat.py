@@ -132,3 +132,14 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
     with pytest.raises(UserError, match=f"{server.url} does not answer"):
         run_chat(server.url, "m", system=None, temperature=None, max_tokens=None)
+
+
+def test_comments_are_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a router sends them while there is nothing to say."""
+    pieces = event_stream(*_pieces("fine")).pieces
+    comment = ": keep-alive\n\n"
+    answer = Answer(200, [comment, pieces[0], comment, *pieces[1:]], "text/event-stream", is_stream=True)
+    _talk(monkeypatch, "one\n", lambda _request: answer)
+    assert capsys.readouterr().out == "fine\n"

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.messages import TokenLogprobs
+from router.api.logprobs import spelling
+from router.api.seeds import choice_seed
 from tests.router.conftest import MODEL, StartRouter
 from tests.router.scripted_worker import EOS, ScriptedWorker, answer, endless, until
 from text_pipeline.tokenizer import Tokenizer
@@ -19,7 +21,9 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 async def test_whole_answer(start_router: StartRouter, make_worker: MakeWorker, tokenizer: Tokenizer) -> None:
     worker = make_worker(script=answer([*tokenizer.encode("It is Paris."), EOS], cached_tokens=16))
     router = await start_router(worker)
-    completion = await router.openai.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
+    completion = await router.openai.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, extra_headers={"X-Leadout-Explain": "1"}
+    )
     (choice,) = completion.choices
     assert choice.message.content == "It is Paris."
     assert choice.message.role == "assistant"
@@ -35,8 +39,9 @@ async def test_whole_answer(start_router: StartRouter, make_worker: MakeWorker, 
     assert usage.completion_tokens == len(tokenizer.encode("It is Paris.")) + 1
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert usage.prompt_tokens_details.cached_tokens == 16
-    assert usage.model_extra["leadout"]["num_computed_tokens"] == usage.prompt_tokens - 16
-    assert usage.model_extra["leadout"]["decode_worker"] == "d0"
+    timings = completion.model_extra["leadout"]["timings"]
+    assert timings["num_computed_tokens"] == usage.prompt_tokens - 16
+    assert timings["decode_worker"] == "d0"
     router.assert_idle()
 
 
@@ -91,7 +96,7 @@ async def test_a_character_split_across_tokens_arrives_whole(
 ) -> None:
     text = "Grüße 👩‍🚀 漢字 ok"
     tokens = tokenizer.encode(text)
-    assert any("�" in tokenizer.token_text(token) for token in tokens)  # else this shows nothing
+    assert any(spelling(token, tokenizer).startswith("bytes:") for token in tokens)  # else this shows nothing
     router = await start_router(make_worker(script=answer([*tokens, EOS])))
     stream = await router.openai.chat.completions.create(model=MODEL, messages=QUESTION, stream=True)
     pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
@@ -165,7 +170,8 @@ async def test_n_choices_have_their_own_seeds(
     router = await start_router(worker)
     completion = await router.openai.chat.completions.create(model=MODEL, messages=QUESTION, n=3, seed=40)
     assert [choice.index for choice in completion.choices] == [0, 1, 2]
-    assert [choice.message.content for choice in completion.choices] == ["seed 40", "seed 41", "seed 42"]
+    texts = [choice.message.content for choice in completion.choices]
+    assert texts == [f"seed {choice_seed(40, 0, choice)}" for choice in range(3)]
     assert len({message.request_id for message in worker.generates}) == 3
     assert completion.usage.prompt_tokens == len(worker.generates[0].prompt_token_ids)
 
@@ -179,7 +185,7 @@ async def test_n_choices_have_their_own_seeds(
         texts[choice.index] += choice.delta.content or ""
         if choice.finish_reason:
             finishes.append(choice.index)
-    assert texts == ["seed 7", "seed 8"]
+    assert texts == [f"seed {choice_seed(7, 0, choice)}" for choice in range(2)]
     assert sorted(finishes) == [0, 1]
 
 

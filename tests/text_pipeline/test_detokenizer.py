@@ -170,3 +170,58 @@ def test_real_text_token_by_token(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("bad", [[-1], [10**9], [SPECIAL + 1]])
 def test_impossible_ids_are_skipped(bad: Any) -> None:
     assert stream(IncrementalDetokenizer(BYTES), [bad, [0x61], bad]) == ["", "a", "", ""]
+
+
+def starts(detokenizer: IncrementalDetokenizer, ids: list[int]) -> tuple[list[int], str]:
+    """Where each token begins, and the text."""
+    places, text = [], ""
+    for token_id in ids:
+        places.append(detokenizer.start_of(token_id))
+        text += detokenizer.push([token_id])
+    return places, text + detokenizer.finish()
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(max_size=20))
+def test_a_token_starts_at_the_character_that_its_first_byte_belongs_to(text: str) -> None:
+    text = text.encode(errors="ignore").decode()  # no lone surrogates
+    raw = text.encode()
+    character_of = [index for index, character in enumerate(text) for _ in character.encode()]
+    assert starts(IncrementalDetokenizer(BYTES), list(raw)) == (character_of, text)
+
+
+@settings(max_examples=500, deadline=None)
+@given(ids=st.lists(st.integers(-1, SPECIAL + 2) | st.integers(0x80, SPECIAL), max_size=30))
+def test_where_a_token_starts_does_not_depend_on_how_its_bytes_were_cut(ids: list[int]) -> None:
+    def raw(token_id: int) -> bytes:
+        if not 0 <= token_id < SPECIAL:
+            return b""
+        return bytes([token_id]) if token_id < 256 else MULTI[token_id - 256]
+
+    single = b"".join(map(raw, ids))
+    of_bytes, text = starts(IncrementalDetokenizer(BYTES), list(single))
+    of_tokens, same_text = starts(IncrementalDetokenizer(BYTES), ids)
+    assert same_text == text
+    position = 0
+    for token_id, place in zip(ids, of_tokens, strict=True):
+        if raw(token_id):
+            assert place == of_bytes[position]
+        position += len(raw(token_id))
+    assert of_tokens == sorted(of_tokens)
+    assert all(0 <= place <= len(text) for place in of_tokens)
+
+
+def test_starts_around_characters_that_are_never_finished() -> None:
+    smile = list("🚀".encode())
+    assert starts(IncrementalDetokenizer(BYTES), [0x61, *smile[:2], 0x62, SPECIAL, 0x63]) == (
+        [0, 1, 1, 2, 3, 3],
+        "a\ufffdbc",
+    )
+    unfinished_prompt = IncrementalDetokenizer(BYTES, prompt_token_ids=smile[:2])
+    assert starts(unfinished_prompt, [*smile[2:], 0x61]) == ([0, 0, 1], "🚀a")
+    unfinished_prompt = IncrementalDetokenizer(BYTES, prompt_token_ids=smile[:2])
+    assert starts(unfinished_prompt, [0x61, 0x62]) == ([0, 1], "ab")
+
+
+def test_starts_where_the_leading_space_is_not_shown() -> None:
+    assert starts(IncrementalDetokenizer(PIECES), piece("▁a", "▁a", "a")) == ([0, 1, 3], "a aa")

@@ -44,8 +44,8 @@ async def test_a_good_stream() -> None:
                     "prompt_tokens": 7,
                     "completion_tokens": 4,
                     "prompt_tokens_details": {"cached_tokens": 2},
-                    "leadout": {"queue_ms": 1.5},
                 },
+                "leadout": {"timings": {"queue_ms": 1.5}},
             },
         )
     )
@@ -76,6 +76,7 @@ async def test_what_is_asked_of_the_server() -> None:
         "stream_options": {"include_usage": True},
     }
     assert "authorization" not in plain.headers
+    assert plain.headers["x-leadout-explain"] == special.headers["x-leadout-explain"] == "1"
     assert special.body == {**plain.body, "temperature": 0.5, "ignore_eos": True}
     assert special.headers["authorization"] == "Bearer k"
 
