@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-# What a request may ask for. Beyond these bounds a parameter would not choose tokens any more but overflow the
-# logits: 1 / 0.01 turns a logit of 50 into 5,000, which is certainty already.
+# What a request may ask for. Beyond these bounds a parameter would not choose tokens any more but overflow
+# the logits: a repetition penalty of 0.01 turns a logit of 50 into 5,000, which is certainty already.
 MAX_TEMPERATURE = 2.0
 GREEDY_BELOW_TEMPERATURE = 1e-5  # a logit divided by less says nothing but which one is the largest
 MIN_REPETITION_PENALTY = 0.01

@@ -43,9 +43,9 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         """Samples from fp32 ``logits`` [num_rows, vocab], which stay unchanged.
 
-        A row with a NaN, with +inf, or without any finite logit gives a SampledToken with an error, and so does
-        a row whose parameters forbid every token, which is a refusal. Raises ValueError if the shape does not
-        fit ``rows``.
+        A row with a NaN, with +inf, or without any finite logit gives a SampledToken with an error, and so
+        does a row whose parameters forbid every token, which is a refusal. Raises ValueError if the shape
+        does not fit ``rows``.
         """
         if logits.dim() != 2 or logits.shape[0] != len(rows):
             raise ValueError(f"logits have shape {list(logits.shape)}, must be [{len(rows)}, vocab]")

@@ -9,6 +9,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from cluster.malformed import UNDECODABLE
 from cluster.messages import RequestError
 
 
@@ -139,6 +140,7 @@ _STATUS_OF_WORKER_ERROR: Mapping[str, int] = {
     "invalid_value": 400,
     "context_length_exceeded": 400,
     "prompt_too_long": 400,
+    UNDECODABLE: 500,
     "timeout": 504,
     "deadline": 504,
     "deadline_exceeded": 504,
@@ -146,12 +148,13 @@ _STATUS_OF_WORKER_ERROR: Mapping[str, int] = {
 
 
 def from_worker(error: RequestError) -> ApiError:
-    """How a worker's error looks to the client: 400 and 504 by code, 503 if retryable, otherwise 502."""
+    """How a worker's error looks to the client: 400, 500 and 504 by code, 503 if retryable, otherwise 502."""
     status = _STATUS_OF_WORKER_ERROR.get(error.code)
     if status is None:
         status = 503 if error.retryable else 502
     error_type = {
         400: "invalid_request_error",
+        500: "server_error",
         502: "server_error",
         503: "service_unavailable_error",
         504: "timeout_error",
