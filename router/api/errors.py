@@ -81,7 +81,7 @@ def model_not_found(model: str, served: Sequence[str]) -> ApiError:
     names = ", ".join(repr(name) for name in served) or "none"
     return ApiError(
         404,
-        f"The model {model!r} does not exist. Models served here: {names}.",
+        f"The model {model[:200]!r} does not exist. Models served here: {names}.",
         param="model",
         code="model_not_found",
     )
@@ -221,7 +221,8 @@ def format_path(parts: Sequence[int | str]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            text += f".{part}" if text else part
+            name = part[:80]  # a client's own key may be as long as the body
+            text += f".{name}" if text else name
     return text
 
 
