@@ -110,6 +110,25 @@ def bodies_with(value: Any) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
+async def test_fields_of_any_name_are_ignored(router: RunningRouter) -> None:
+    names = (
+        "",
+        "a.b",
+        "self",
+        "_fields_set",
+        "model_extra",
+        "model_config",
+        "__class__",
+        "__dict__",
+        "Ω" * 999,
+    )
+    for path, body in BODIES.items():
+        for value in (True, 2**64, 0.5, "x", {"x": 1}):
+            fields = dict.fromkeys(names, value)
+            assert check(await send(router, path, {**fields, **body}), path) is None
+    assert_blameless(router)
+
+
 async def test_the_timeout_in_the_header(router: RunningRouter) -> None:
     for value in (*map(str, NUMBERS), "", "true", "null", "1_0", "+1", "0x10", "9" * 500):
         headers = {"X-Request-Timeout-Ms": value}
