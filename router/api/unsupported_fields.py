@@ -217,14 +217,12 @@ def check_extra_fields(extra: Mapping[str, Any] | None) -> None:
 
 def unsupported_fields_markdown() -> str:
     """The tables as a section of ``docs/api.md``."""
-    rows = ["| field | what it may be | why |", "|---|---|---|"]
+    rows = ["| fields, and what they may be besides null | why |", "|---|---|"]
     for group in UNSUPPORTED:
-        plain = ", ".join(f"`{name}`" for name in group.names)
-        if plain:
-            rows.append(f"| {plain} | null | {group.reason} |")
+        fields = [f"`{name}`" for name in group.names]
         for name, values in group.neutral.items():
-            shown = ", ".join(f"`{json.dumps(value)}`" for value in values)
-            rows.append(f"| `{name}` | {shown}, null | {group.reason} |")
+            fields.append(f"`{name}` ({', '.join(f'`{json.dumps(value)}`' for value in values)})")
+        rows.append(f"| {', '.join(fields)} | {group.reason} |")
     rows += ["", "Accepted and without any effect:", "", "| field | what it is |", "|---|---|"]
     rows += [f"| `{name}` | {what} |" for name, what in IGNORED.items()]
     return "\n".join(rows) + "\n"
