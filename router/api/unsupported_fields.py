@@ -235,5 +235,10 @@ def _allowed(neutral: tuple[Any, ...]) -> str:
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    """Equal, and not a truth value where a number is meant (or the other way round)."""
+    """Equal, and not a truth value where a number is meant (or the other way round).
+
+    An object may have members that ``neutral`` does not know.
+    """
+    if isinstance(value, dict) and isinstance(neutral, dict):
+        return {name: value.get(name) for name in neutral} == neutral
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

@@ -101,7 +101,7 @@ def test_a_truth_value_is_no_number_and_a_number_is_no_truth_value() -> None:
     for extra in ({"priority": False}, {"store": 0}, {"detokenize": 1}, {"length_penalty": True}):
         with pytest.raises(ApiError):
             check_extra_fields(extra)
-    check_extra_fields({"length_penalty": 1, "mirostat": 0.0})
+    check_extra_fields({"length_penalty": 1, "mirostat": 0.0, "response_format": {"type": "text", "x": 1}})
 
 
 def test_the_message_says_what_is_allowed() -> None:
