@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, fields
 
 from cluster.model_source import BUNDLED_MODEL, ModelSource
+from cluster.sampling_params import MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_REPETITION_PENALTY
 
 _FILE = "generation_config.json"
 
@@ -27,11 +27,11 @@ OPENAI_DEFAULTS = GenerationDefaults()
 # top_p 0.9, "What is the capital of France?" ran away into repetitions for 5 of 12 seeds.
 _BUNDLED_DEFAULTS = GenerationDefaults(temperature=0.0)
 _RANGES = {
-    "temperature": (0.0, 2.0),
-    "top_p": (math.ulp(0.0), 1.0),
+    "temperature": (0.0, MAX_TEMPERATURE),
+    "top_p": (0.0, 1.0),
     "top_k": (0, 2**31 - 1),
     "min_p": (0.0, 1.0),
-    "repetition_penalty": (math.ulp(0.0), 10.0),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
 }
 
 

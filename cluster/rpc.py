@@ -17,6 +17,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from cluster.malformed import MalformedMessage, identify
 from cluster.messages import Envelope, Message
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,10 @@ class RpcOverloadedError(RpcError):
     """The connection's queue is full or the connection is closed; the message was not sent."""
 
 
+class MessageEncodingError(RpcError):
+    """A message has a value that the wire format cannot carry; no peer could be sent it."""
+
+
 class RpcServer:
     """A worker's side: receives from many peers and answers each of them. Lives in one asyncio loop.
 
@@ -49,12 +54,22 @@ class RpcServer:
     """
 
     def __init__(
-        self, *, sender: str, incarnation: int, on_message: Callable[[str, int, Message], None]
+        self,
+        *,
+        sender: str,
+        incarnation: int,
+        on_message: Callable[[str, int, Message], None],
+        on_malformed: Callable[[str, int, MalformedMessage], None] = lambda peer, incarnation, message: None,
     ) -> None:
-        """``on_message(peer, peer's incarnation, message)`` runs in the loop; its exceptions are logged."""
+        """``on_message(peer, peer's incarnation, message)`` runs in the loop; its exceptions are logged.
+
+        ``on_malformed`` is called for a message that cannot be read, where it says at least whose request it
+        is about, so that its sender can be told.
+        """
         self._sender = sender
         self._incarnation = incarnation
         self._on_message = on_message
+        self._on_malformed = on_malformed
         self._socket: _AsyncSocket | None = None
         self._routes: dict[str, tuple[int, bytes]] = {}  # peer → (incarnation, ZeroMQ identity)
         self.num_stale = 0
@@ -106,17 +121,22 @@ class RpcServer:
             self._socket = None
 
     def _receive(self, frames: list[bytes]) -> None:
-        envelope = _decode(frames[-1])
-        if envelope is None:
+        received = _decode(frames[-1])
+        if received is None:
             self.num_malformed += 1
             return
-        known = self._routes.get(envelope.sender)
-        if known is not None and envelope.incarnation < known[0]:
+        sender, incarnation = received.sender, received.incarnation
+        known = self._routes.get(sender)
+        if known is not None and incarnation < known[0]:
             self.num_stale += 1
-            logger.info("dropped a message of an older incarnation of %s", envelope.sender)
+            logger.info("dropped a message of an older incarnation of %s", sender)
             return
-        self._routes[envelope.sender] = (envelope.incarnation, frames[0])
-        self._on_message(envelope.sender, envelope.incarnation, envelope.message)
+        self._routes[sender] = (incarnation, frames[0])
+        if isinstance(received, Envelope):
+            self._on_message(sender, incarnation, received.message)
+        else:
+            self.num_malformed += 1
+            self._on_malformed(sender, incarnation, received)
 
 
 class RpcConnection:
@@ -151,10 +171,15 @@ class RpcConnection:
         self._socket: _AsyncSocket | None = _AsyncSocket(socket, self._receive)
 
     def send(self, message: Message) -> None:
-        """Queue a message. Raises RpcOverloadedError if the queue is full or the connection closed."""
+        """Queue a message. Raises RpcOverloadedError if the queue is full or the connection closed, and
+        MessageEncodingError for a message that no peer could be sent.
+        """
         if self._socket is None:
             raise RpcOverloadedError(f"the connection to {self._address} is closed")
-        payload = _encoder.encode(Envelope(self._sender, self._incarnation, message))
+        try:
+            payload = _encoder.encode(Envelope(self._sender, self._incarnation, message))
+        except (OverflowError, TypeError, ValueError, RecursionError) as error:
+            raise MessageEncodingError(f"{type(message).__name__} cannot be encoded: {error}") from error
         try:
             self._socket.send([payload])
         except zmq.ZMQError as error:
@@ -174,10 +199,10 @@ class RpcConnection:
 
     def _receive(self, frames: list[bytes]) -> None:
         envelope = _decode(frames[-1])
-        if envelope is None:
-            self.num_malformed += 1
-        else:
+        if isinstance(envelope, Envelope):
             self._on_message(envelope)
+        else:
+            self.num_malformed += 1
 
 
 class _AsyncSocket:
@@ -230,12 +255,13 @@ class _AsyncSocket:
         self._schedule_drain()
 
 
-def _decode(payload: bytes) -> Envelope | None:
+def _decode(payload: bytes) -> Envelope | MalformedMessage | None:
+    """The envelope, or what can still be said of one that is malformed."""
     try:
         return _decoder.decode(payload)
     except (msgspec.DecodeError, RecursionError) as error:  # the latter: absurdly nested
         logger.warning("dropped a malformed message of %d bytes: %s", len(payload), error)
-        return None
+        return identify(payload, str(error))
 
 
 def _open_socket(kind: int, address: str) -> zmq.Socket[bytes]:

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+# What a request may ask for. Beyond these bounds a parameter would not choose tokens any more but overflow
+# the logits: a repetition penalty of 0.01 turns a logit of 50 into 5,000, which is certainty already.
+MAX_TEMPERATURE = 2.0
+GREEDY_BELOW_TEMPERATURE = 1e-5  # a logit divided by less says nothing but which one is the largest
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 10.0
+MAX_PENALTY = 2.0  # of frequency and presence, in both directions
+MAX_LOGIT_BIAS = 100.0  # in both directions
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling settings of one sequence, already validated by the router.
@@ -15,9 +24,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: int
     seed: int
     min_tokens: int = 0
-    temperature: float = 1.0  # below 1e-5: greedy
+    temperature: float = 1.0  # below GREEDY_BELOW_TEMPERATURE: greedy
     top_k: int = 0  # 0: off
-    top_p: float = 1.0
+    top_p: float = 1.0  # 0: greedy
     min_p: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output
     frequency_penalty: float = 0.0  # over output only, as OpenAI defines it
@@ -30,4 +39,4 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature < 1e-5
+        return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_p == 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.clock import Clock
+from cluster.malformed import MalformedMessage
 from cluster.members import LoadReport, Members, WorkerRecord
 from cluster.messages import Drain, KvEvents, LoadUpdate, Message, Subscribe
 from cluster.registry import Registry
@@ -44,8 +45,10 @@ class WorkerShell:
         on_members: Callable[[Members], None],
         on_router_lost: Callable[[str, int], None],
         on_drain: Callable[[], None],
+        on_malformed: Callable[[str, int, MalformedMessage], None] = lambda peer, incarnation, message: None,
     ) -> None:
-        """``on_message(peer, incarnation, message)`` gets what the shell does not handle itself.
+        """``on_message(peer, incarnation, message)`` gets what the shell does not handle itself,
+        ``on_malformed`` a request's message that could not be read.
 
         ``on_drain``: an operator wants this process to finish and end.
         """
@@ -56,7 +59,9 @@ class WorkerShell:
         self._on_members = on_members
         self._on_router_lost = on_router_lost
         self._on_drain = on_drain
-        self._rpc = RpcServer(sender=worker_id, incarnation=incarnation, on_message=self._receive)
+        self._rpc = RpcServer(
+            sender=worker_id, incarnation=incarnation, on_message=self._receive, on_malformed=on_malformed
+        )
         self._record: WorkerRecord | None = None
         self._watch_task: asyncio.Task[None] | None = None
         self._subscribers: dict[str, _Subscriber] = {}

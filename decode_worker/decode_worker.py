@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.clock import Clock
+from cluster.malformed import UNDECODABLE, MalformedMessage
 from cluster.messages import (
     Cancel,
     Generate,
@@ -27,6 +28,7 @@ from decode_worker.remote_prefills import PrefillFailure, RemotePrefillActions, 
 from decode_worker.request_table import DecodeRequest, RequestTable
 from decode_worker.request_timings import request_timings
 from engine.engine_commands import EngineCommands
+from engine.scheduler.errors import DoesNotFitError, is_refusal
 from engine.step_result import NewRequest, Reservation, SequenceOutput, StepResult
 from kv_transfer.handoff import Handoff
 from kv_transfer.transport import Peer, Transport
@@ -135,6 +137,22 @@ class DecodeWorker:
             self._metrics.on_dropped("unexpected")
             logger.warning("dropped a %s from %s: not for a decode worker", type(message).__name__, peer)
 
+    def on_malformed(self, router: str, incarnation: int, message: MalformedMessage) -> None:
+        """A router's message that cannot be read; if it is a request, its router is told that it ended."""
+        key = (message.request_id, message.attempt)
+        if message.kind != "generate" or key in self._over:
+            return
+        self._over.add(key)
+        self._metrics.on_failed(UNDECODABLE)
+        error = RequestError(
+            code=UNDECODABLE,
+            message=f"worker {self._own.worker_id} cannot read the request: {message.reason}",
+        )
+        failure = TokenOutput(
+            request_id=message.request_id, attempt=message.attempt, finish_reason="error", error=error
+        )
+        self._send(router, TokenBatch(outputs=[failure]))
+
     def on_prefill_worker_message(self, peer: Peer, message: Message) -> None:
         """A prefill worker's answer."""
         if isinstance(message, HandoffProgress):
@@ -223,8 +241,10 @@ class DecodeWorker:
         )
 
     def _refused(self, request: DecodeRequest, error: BaseException) -> None:
-        code = "invalid_request" if isinstance(error, ValueError) else "worker_overloaded"
-        self._fail(request, RequestError(code=code, message=str(error), retryable=code != "invalid_request"))
+        code = "invalid_request" if is_refusal(error) else "worker_overloaded"
+        if isinstance(error, DoesNotFitError):
+            code = "context_length_exceeded"  # here; another worker's cache may be larger
+        self._fail(request, RequestError(code=code, message=str(error), retryable=not is_refusal(error)))
 
     def _handoff_broke(
         self, request: DecodeRequest, error: BaseException, *, may_still_write: bool = False
@@ -279,8 +299,12 @@ class DecodeWorker:
             failure.num_landed_tokens,
             failure.reason,
         )
+        refusal = failure.refusal
         request.error = RequestError(
-            code="prefill_failed", message=failure.reason, retryable=True, worker=failure.worker
+            code="prefill_failed" if refusal is None else refusal.code,
+            message=failure.reason,
+            retryable=refusal is None,
+            worker=failure.worker,
         )
         self._engine.run(
             lambda engine: engine.give_up_remote(
@@ -325,7 +349,10 @@ class DecodeWorker:
             self._end(request)
             if output.error is not None:
                 error = request.error
-                error = error or RequestError(code="engine_error", message=output.error, retryable=True)
+                code = "invalid_request" if output.is_refusal else "engine_error"
+                error = error or RequestError(
+                    code=code, message=output.error, retryable=not output.is_refusal
+                )
                 self._metrics.on_failed(error.code)
         return TokenOutput(
             request_id=request.request.request_id,

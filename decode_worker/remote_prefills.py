@@ -9,7 +9,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from cluster.clock import Clock
-from cluster.messages import Cancel, HandoffFenced, HandoffProgress, Message, Prefill, Sealed
+from cluster.messages import (
+    Cancel,
+    HandoffFenced,
+    HandoffProgress,
+    Message,
+    Prefill,
+    RequestError,
+    Sealed,
+)
 from cluster.rpc import RpcError
 from decode_worker.request_table import DecodeRequest, engine_id
 from engine.step_result import Reservation
@@ -33,6 +41,7 @@ class PrefillFailure:
     reason: str
     num_landed_tokens: int  # from the prompt's start, those cached here before included
     may_still_write: bool  # into what has not landed: those blocks must be quarantined
+    refusal: RequestError | None = None  # the request itself is at fault: nobody else would take it either
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +168,13 @@ class RemotePrefills:
         if handoff.state is HandoffState.FENCING:
             self._end_fenced(handoff, HandoffEvent.FENCED)
             return
-        reason = fenced.error.message if fenced.error is not None else "the prefill worker stopped"
-        self._give_up(handoff, reason, HandoffEvent.FENCED)
+        error = fenced.error
+        self._give_up(
+            handoff,
+            "the prefill worker stopped" if error is None else error.message,
+            HandoffEvent.FENCED,
+            refusal=None if error is None or error.retryable else error,
+        )
 
     def cancel(self, request_id: str, attempt: int, reason: str) -> bool:
         """Call a handoff off. True: its blocks must be quarantined, the writer may still write into them.
@@ -235,7 +249,14 @@ class RemotePrefills:
         self._end(handoff, HandoffEvent.RELEASE)
         self._actions.on_sealed(sealed)
 
-    def _give_up(self, handoff: Handoff, reason: str, proof: HandoffEvent | None) -> None:
+    def _give_up(
+        self,
+        handoff: Handoff,
+        reason: str,
+        proof: HandoffEvent | None,
+        *,
+        refusal: RequestError | None = None,
+    ) -> None:
         """``proof`` says that the writer has stopped; without one it must still be made to."""
         message = self._wanted[engine_id(*handoff.key)]
         failure = PrefillFailure(
@@ -247,6 +268,7 @@ class RemotePrefills:
                 (message.first_block + handoff.num_landed_blocks) * self._block_size, message.num_tokens
             ),
             may_still_write=proof is None,
+            refusal=refusal,
         )
         handoff = self._advance(handoff, HandoffEvent.FENCE, reason=reason)
         if proof is None:

@@ -87,8 +87,8 @@ class Engine:
     def add_request(self, request: NewRequest, now: float) -> None:
         """Queues a request.
 
-        Raises ValueError if it is malformed or could never fit, RequestStateError (a ValueError) if its id is
-        still in use, and QueueFullError if too many requests wait.
+        Raises ValueError if it is malformed, DoesNotFitError (a ValueError) if it could never fit here,
+        RequestStateError (a ValueError) if its id is still in use, and QueueFullError if too many wait.
         """
         for name, token_ids in (
             ("prompt", request.prompt_token_ids),

@@ -37,6 +37,7 @@ class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    is_refusal: bool = False  # the error lies in the request itself: another worker would say the same
 
 
 class Sequence:

@@ -57,6 +57,7 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
+    is_refusal: bool = False  # the error lies in the request itself: another engine would say the same
     num_cached_tokens: int = 0  # prefix hit at first schedule
 
 

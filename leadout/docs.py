@@ -1,4 +1,4 @@
-"""Writes the generated pages of ``docs/``: ``python -m leadout.docs``, or ``--check`` to compare only."""
+"""Writes what is generated in ``docs/``: ``python -m leadout.docs``, or ``--check`` to compare only."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from cluster.config_docs import configuration_markdown
 from cluster.metrics import WorkerMetrics
+from router.api.unsupported_fields import unsupported_fields_markdown
 from router.metrics import RouterMetrics
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -35,8 +36,13 @@ def metrics_markdown() -> str:
 
 
 def generated_pages() -> dict[Path, str]:
-    """The content of every generated page."""
-    return {DOCS / "configuration.md": configuration_markdown(), DOCS / "metrics.md": metrics_markdown()}
+    """The content of every page that is generated, in whole or in part."""
+    api = DOCS / "api.md"
+    return {
+        DOCS / "configuration.md": configuration_markdown(),
+        DOCS / "metrics.md": metrics_markdown(),
+        api: _with_section(api.read_text(), "unsupported fields", unsupported_fields_markdown()),
+    }
 
 
 def main() -> int:
@@ -52,6 +58,16 @@ def main() -> int:
             path.write_text(text)
             print(f"wrote {path}")
     return status
+
+
+def _with_section(page: str, name: str, text: str) -> str:
+    """``page`` with ``text`` between the two comments that mark the section ``name``."""
+    begin, end = f"<!-- begin: {name} (generated) -->\n", f"<!-- end: {name} -->\n"
+    before, found, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found and found_end):
+        raise ValueError(f"the page has no section between {begin.strip()} and {end.strip()}")
+    return f"{before}{begin}{text}{end}{after}"
 
 
 def _table(title: str, registry: CollectorRegistry) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from cluster.clock import Clock
 from cluster.config import LeadoutConfig
+from cluster.malformed import MalformedMessage
 from cluster.members import LoadReport, Members, ModelIdentity, Role, WorkerRecord, WorkerState
 from cluster.messages import Message
 from cluster.metrics import WorkerMetrics
@@ -96,6 +97,7 @@ class WorkerHost:
             lease_s=config.registry.lease_ms / 1000,
             clock=self._clock,
             on_message=self._on_message,
+            on_malformed=self._on_malformed,
             on_members=self._on_members,
             on_router_lost=self._on_router_lost,
             on_drain=self._on_signal,
@@ -290,6 +292,10 @@ class WorkerHost:
     def _on_message(self, peer: str, incarnation: int, message: Message) -> None:
         self._wake.set()
         self._role.on_message(peer, incarnation, message)
+
+    def _on_malformed(self, peer: str, incarnation: int, message: MalformedMessage) -> None:
+        self._wake.set()
+        self._role.on_malformed(peer, incarnation, message)
 
     def _on_router_lost(self, router: str, incarnation: int) -> None:
         self._metrics.lease_expired("router")

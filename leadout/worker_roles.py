@@ -12,6 +12,7 @@ import msgspec
 
 from cluster.clock import Clock
 from cluster.config import LeadoutConfig
+from cluster.malformed import MalformedMessage
 from cluster.members import WorkerRecord
 from cluster.messages import Message, Sealed
 from cluster.metrics import WorkerMetrics
@@ -47,6 +48,10 @@ class WorkerRole(Protocol):
 
     def on_message(self, peer: str, incarnation: int, message: Message) -> None:
         """A message from a router or decode worker."""
+        ...
+
+    def on_malformed(self, peer: str, incarnation: int, message: MalformedMessage) -> None:
+        """A message of one request that could not be read."""
         ...
 
     def on_router_lost(self, router: str, incarnation: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from cluster.malformed import UNDECODABLE, MalformedMessage
 from cluster.messages import (
     HandoffFenced,
     HandoffLanding,
@@ -45,6 +46,14 @@ def refused(prefill: UnconnectedPrefill, code: str, reason: str) -> HandoffFence
     """This prompt is not computed here; another worker might."""
     message = prefill.message
     error = RequestError(code=code, message=reason, retryable=True)
+    return HandoffFenced(request_id=message.request_id, attempt=message.attempt, error=error)
+
+
+def undecodable(message: MalformedMessage, own: Peer) -> HandoffFenced:
+    """This prompt cannot be read, and other workers would not read it either."""
+    error = RequestError(
+        code=UNDECODABLE, message=f"worker {own.worker_id} cannot read the prompt: {message.reason}"
+    )
     return HandoffFenced(request_id=message.request_id, attempt=message.attempt, error=error)
 
 

@@ -10,17 +10,12 @@ from concurrent.futures import Future
 import msgspec
 
 from cluster.clock import Clock
+from cluster.malformed import UNDECODABLE, MalformedMessage
 from cluster.members import WorkerRecord
-from cluster.messages import (
-    Cancel,
-    HandoffFenced,
-    Message,
-    Prefill,
-    RequestError,
-    RequestTimings,
-)
+from cluster.messages import Cancel, HandoffFenced, Message, Prefill, RequestError, RequestTimings
 from cluster.recent_keys import RecentKeys
 from engine.engine_commands import EngineCommands
+from engine.scheduler.errors import is_refusal
 from engine.step_result import NewRequest, SequenceOutput, StepResult
 from kv_transfer.handoff import FENCEABLE_STATES, Handoff, HandoffEvent, HandoffStateError
 from kv_transfer.handoff_ledger import HandoffLedger
@@ -133,6 +128,14 @@ class PrefillWorker:
         else:
             self._on_dropped("unexpected")
 
+    def on_malformed(self, sender: str, incarnation: int, message: MalformedMessage) -> None:
+        """A decode worker's message that cannot be read: if it is a prompt, nothing of it will be written."""
+        key = engine_id(sender, message.request_id, message.attempt)
+        if message.kind == "prefill" and key not in self._requests:
+            self._on_failed(UNDECODABLE)
+            self._over.add(key)
+            self._send(sender, answers.undecodable(message, self._own))
+
     def on_peer_connected(self, peer: Peer, record: WorkerRecord) -> None:
         """A decode worker can be written to now."""
         self._accept_unconnected()
@@ -181,7 +184,8 @@ class PrefillWorker:
             if request is None or request.is_fencing:
                 continue
             if output.error is not None:
-                self._fail(request, "engine_error", output.error)
+                code = "invalid_request" if output.is_refusal else "engine_error"
+                self._fail(request, code, output.error, retryable=not output.is_refusal)
                 continue
             request.output = output
             request.sampled_at = self._clock.monotonic()
@@ -279,7 +283,8 @@ class PrefillWorker:
         self._send(prefill.sender, answers.refused(prefill, code, reason))
 
     def _engine_refused(self, request: PrefillRequest, error: BaseException) -> None:
-        self._fail(request, "prefill_refused", str(error))
+        code = "invalid_request" if is_refusal(error) else "prefill_refused"
+        self._fail(request, code, str(error), retryable=not is_refusal(error))
 
     def _landed(self, request: PrefillRequest, stats: TransferStats) -> None:
         if request.is_fencing:
@@ -323,8 +328,8 @@ class PrefillWorker:
         self._over.add(engine_id(sender, cancel.request_id, cancel.attempt))
         self._send(sender, HandoffFenced(request_id=cancel.request_id, attempt=cancel.attempt))
 
-    def _fail(self, request: PrefillRequest, code: str, reason: str) -> None:
-        self._fence(request, reason, RequestError(code=code, message=reason, retryable=True))
+    def _fail(self, request: PrefillRequest, code: str, reason: str, *, retryable: bool = True) -> None:
+        self._fence(request, reason, RequestError(code=code, message=reason, retryable=retryable))
 
     def _fence(self, request: PrefillRequest, reason: str, error: RequestError | None) -> None:
         """Stop, and say so once the writes under way have ended. Blocks that are being read stay pinned."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cluster.members import PROTOCOL_VERSION, RouterRecord, WorkerRecord, incompatibility
 from cluster.messages import Envelope, KvEvents, LoadUpdate, Message, Subscribe, TokenBatch
+from cluster.rpc import MessageEncodingError
 from router.kv_index import KvIndex
 from router.policy.plan import WorkerSnapshot
 from router.prompt_hashes import PromptHashes
@@ -127,12 +128,17 @@ class ClusterView:
         self._workers.clear()
 
     def send(self, worker: str, message: Message) -> int:
-        """Queue ``message`` and return the worker's incarnation. Raises WorkerUnreachableError."""
+        """Queue ``message`` and return the worker's incarnation.
+
+        Raises WorkerUnreachableError, and MessageEncodingError where the fault is the message's.
+        """
         view = self._workers.get(worker)
         if view is None:
             raise WorkerUnreachableError(f"worker {worker} has left")
         try:
             view.connection.send(message)
+        except MessageEncodingError:
+            raise
         except Exception as error:  # whatever the transport raises, the caller's choice is the same
             logger.warning("cannot send %s to %s: %s", type(message).__name__, worker, error)
             raise WorkerUnreachableError(f"worker {worker} is unreachable: {error}") from error

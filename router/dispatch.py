@@ -23,8 +23,10 @@ from typing import Protocol
 
 import msgspec
 
+from cluster.malformed import UNDECODABLE
 from cluster.messages import Cancel, Generate, RequestError, TokenBatch, TokenOutput
 from cluster.recent_keys import RecentKeys
+from cluster.rpc import MessageEncodingError
 from router.cluster_view import ClusterView, WorkerUnreachableError
 from router.in_flight import Generation, InFlightRequest, InFlightTable, SequenceRequest
 from router.metrics import RouterMetrics
@@ -218,7 +220,10 @@ class Dispatcher:
             self._park(entry, error, give_up_at)
 
     def _dispatch(self, entry: InFlightRequest) -> None:
-        """Plan and send; a worker that cannot be reached is excluded and the next one tried."""
+        """Plan and send; a worker that cannot be reached is excluded and the next one tried.
+
+        A request that cannot be put into a message ends: no worker is to blame, and none would take it.
+        """
         request = entry.request
         while True:
             decode, prefill = self._view.snapshots(request.model, entry.hashes)
@@ -249,6 +254,9 @@ class Dispatcher:
             except WorkerUnreachableError:  # nothing was sent, so this was no attempt
                 entry.excluded_workers |= {plan.decode_worker}
                 continue
+            except MessageEncodingError as error:
+                self._fail(entry, RequestError(code=UNDECODABLE, message=str(error)))
+                return
             self._begin(entry, plan)
             return
 

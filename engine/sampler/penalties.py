@@ -53,8 +53,10 @@ class TokenCounts:
         """
         token_ids = self._token_ids[: len(self)].to(logits.device)
         counts = self._output_counts[: len(self)].to(logits.device)
-        x = logits[token_ids]  # [num_distinct]
+        before = x = logits[token_ids]  # [num_distinct]
         if sampling.repetition_penalty != 1.0:
             x = torch.where(x > 0, x / sampling.repetition_penalty, x * sampling.repetition_penalty)
         x = x - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
-        logits[token_ids] = x
+        # A penalty makes a token unlikely or likely; only a mask may forbid it, and no token gets +inf.
+        largest = torch.finfo(x.dtype).max
+        logits[token_ids] = torch.where(before == -torch.inf, before, x.clamp(-largest, largest))

@@ -43,8 +43,9 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         """Samples from fp32 ``logits`` [num_rows, vocab], which stay unchanged.
 
-        A row with a NaN, with +inf, or without any finite logit gives a SampledToken with an error. Raises
-        ValueError if the shape does not fit ``rows``.
+        A row with a NaN, with +inf, or without any finite logit gives a SampledToken with an error, and so
+        does a row whose parameters forbid every token, which is a refusal. Raises ValueError if the shape
+        does not fit ``rows``.
         """
         if logits.dim() != 2 or logits.shape[0] != len(rows):
             raise ValueError(f"logits have shape {list(logits.shape)}, must be [{len(rows)}, vocab]")
@@ -53,13 +54,16 @@ class Sampler:
         raw = logits.float()
         errors = _row_errors(raw, "the model gave logits that are not finite")
         adjusted = self._adjust(raw, rows)
+        refused: set[int] = set()
         if adjusted is not raw:
             for index, error in enumerate(_row_errors(adjusted, "no token is allowed by the parameters")):
-                errors[index] = errors[index] or error
+                if error is not None and errors[index] is None:
+                    errors[index] = error
+                    refused.add(index)
         token_ids = _choose(adjusted, rows, [index for index, error in enumerate(errors) if error is None])
         logprobs = _logprobs(raw, rows, token_ids)
         return [
-            SampledToken(token_id=-1, error=error)
+            SampledToken(token_id=-1, error=error, is_refusal=index in refused)
             if error is not None
             else SampledToken(token_id=token_ids[index], logprobs=logprobs.get(index))
             for index, error in enumerate(errors)

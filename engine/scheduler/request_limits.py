@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from engine.scheduler.errors import DoesNotFitError
 from engine.step_result import NewRequest
 
 
 def check_request(request: NewRequest, *, capacity_tokens: int, max_model_len: int) -> None:
-    """Raises ValueError if ``request`` is malformed or could never run, however long it waited.
+    """Raises ValueError if ``request`` is malformed, DoesNotFitError if it could never run here.
 
     ``capacity_tokens`` is what the whole KV cache holds, ``max_model_len`` the model's limit in tokens.
     """
@@ -22,7 +23,7 @@ def check_request(request: NewRequest, *, capacity_tokens: int, max_model_len: i
             f" and max_tokens is {request.sampling.max_tokens}"
         )
     if num_prompt + num_output >= max_model_len or num_prompt + num_output > capacity_tokens:
-        raise ValueError(
+        raise DoesNotFitError(
             f"request {request_id} has {num_prompt} prompt and {num_output} output tokens;"
             f" the KV cache holds {capacity_tokens} tokens, and max_model_len is {max_model_len} tokens"
             " with at least one of them for output"

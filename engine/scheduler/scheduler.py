@@ -228,7 +228,7 @@ class Scheduler:
             if token is not None and token.error is not None:
                 # What made the logits unusable may sit in the KV: nobody shall find it by its hash.
                 self.kv_cache.discard_cached(sequence.request_id)
-                outputs.append(self._finish_with_error(sequence, token.error))
+                outputs.append(self._finish_with_error(sequence, token.error, is_refusal=token.is_refusal))
                 continue
             is_first_chunk = self._advance(sequence, scheduled)
             if sequence.prefill_only:
@@ -385,9 +385,11 @@ class Scheduler:
         self.kv_cache.register_computed(sequence)
         return sequence
 
-    def _finish_with_error(self, sequence: Sequence, error: str) -> SequenceOutput:
+    def _finish_with_error(
+        self, sequence: Sequence, error: str, *, is_refusal: bool = False
+    ) -> SequenceOutput:
         self._finish(sequence, SequenceStatus.FINISHED_ERROR)
-        return error_output(sequence, error)
+        return error_output(sequence, error, is_refusal=is_refusal)
 
     def _finish(self, sequence: Sequence, status: SequenceStatus) -> None:
         self._queues.forget(sequence, status)

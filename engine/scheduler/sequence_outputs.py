@@ -32,12 +32,13 @@ def token_output(
     )
 
 
-def error_output(sequence: Sequence, error: str) -> SequenceOutput:
-    """The end of a sequence that failed."""
+def error_output(sequence: Sequence, error: str, *, is_refusal: bool = False) -> SequenceOutput:
+    """The end of a sequence that failed, or, with ``is_refusal``, that cannot be continued anywhere."""
     return SequenceOutput(
         request_id=sequence.request_id,
         token_ids=(),
         finish_reason="error",
         error=error,
+        is_refusal=is_refusal,
         num_cached_tokens=sequence.num_cached_tokens or 0,
     )

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.api.chat_messages import chat_messages, fit_to_template
 from router.api.chat_shape import ChatShape
 from router.api.errors import bad_request
 from router.api.generation import GenerationSpec, new_response_id, request_timeout_ms
@@ -17,7 +18,6 @@ from router.api.respond import respond
 from router.api.schemas import ChatCompletionRequest
 from router.api.validation import (
     ServedModel,
-    chat_messages,
     check_chat_supported,
     check_prompt_token_ids,
     resolve_max_tokens,
@@ -52,7 +52,8 @@ async def chat_completions(services: RouterServices, request: Request) -> Respon
 def _tokenize(
     services: RouterServices, body: ChatCompletionRequest, messages: list[dict[str, Any]]
 ) -> list[int]:
-    if services.text_model.chat_template is None:
+    template = services.text_model.chat_template
+    if template is None:
         raise bad_request(
             f"The model {body.model!r} has no chat template; use /v1/completions.",
             "model",
@@ -64,6 +65,7 @@ def _tokenize(
             raise bad_request(
                 f"{name!r} cannot be set through 'chat_template_kwargs'.", f"chat_template_kwargs.{name}"
             )
+    messages = fit_to_template(messages, template)
     try:
         return services.text_model.encode_chat(
             messages, add_generation_prompt=body.add_generation_prompt is not False, **variables

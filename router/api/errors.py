@@ -9,6 +9,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from cluster.malformed import UNDECODABLE
 from cluster.messages import RequestError
 
 
@@ -84,7 +85,7 @@ def model_not_found(model: str, served: Sequence[str]) -> ApiError:
     names = ", ".join(repr(name) for name in served) or "none"
     return ApiError(
         404,
-        f"The model {model!r} does not exist. Models served here: {names}.",
+        f"The model {model[:200]!r} does not exist. Models served here: {names}.",
         param="model",
         code="model_not_found",
     )
@@ -143,6 +144,7 @@ _STATUS_OF_WORKER_ERROR: Mapping[str, int] = {
     "invalid_value": 400,
     "context_length_exceeded": 400,
     "prompt_too_long": 400,
+    UNDECODABLE: 500,
     "timeout": 504,
     "deadline": 504,
     "deadline_exceeded": 504,
@@ -150,12 +152,13 @@ _STATUS_OF_WORKER_ERROR: Mapping[str, int] = {
 
 
 def from_worker(error: RequestError) -> ApiError:
-    """How a worker's error looks to the client: 400 and 504 by code, 503 if retryable, otherwise 502."""
+    """How a worker's error looks to the client: 400, 500 and 504 by code, 503 if retryable, otherwise 502."""
     status = _STATUS_OF_WORKER_ERROR.get(error.code)
     if status is None:
         status = 503 if error.retryable else 502
     error_type = {
         400: "invalid_request_error",
+        500: "server_error",
         502: "server_error",
         503: "service_unavailable_error",
         504: "timeout_error",
@@ -222,7 +225,8 @@ def format_path(parts: Sequence[int | str]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            text += f".{part}" if text else part
+            name = part[:80]  # a client's own key may be as long as the body
+            text += f".{name}" if text else name
     return text
 
 

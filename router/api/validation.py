@@ -9,18 +9,17 @@ from typing import Any, TypeVar
 
 from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from cluster.sampling_params import SamplingParams
-from router.api.errors import ApiError, bad_request, context_length_exceeded, unsupported
+from router.api.errors import bad_request, context_length_exceeded, unsupported
 from router.api.schemas import (
     MAX_STOP_STRINGS,
     ChatCompletionRequest,
-    ChatMessage,
     CompletionRequest,
     SamplingFields,
 )
+from router.api.unsupported_fields import check_extra_fields
 
 _Number = TypeVar("_Number", int, float)
 
-_ROLES = ("system", "developer", "user", "assistant")
 _MAX_STOP_TOKEN_IDS = 128
 _MAX_LOGIT_BIAS = 1024
 
@@ -40,28 +39,8 @@ class ServedModel:
 def check_chat_supported(body: ChatCompletionRequest) -> None:
     """Raise ApiError (400) that names the first field asking for something that does not exist here."""
     _check_common_supported(body)
-    if body.tools:
-        raise unsupported("tools", "Tool calling is not supported.")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise unsupported(
-            "tool_choice", "Tool calling is not supported: only 'none' and 'auto' are accepted."
-        )
-    if body.functions:
-        raise unsupported("functions", "Function calling is not supported.")
-    if body.function_call not in (None, "none", "auto"):
-        raise unsupported("function_call", "Function calling is not supported.")
-    if body.audio is not None:
-        raise unsupported("audio", "Audio output is not supported.")
-    if body.modalities is not None and body.modalities != ["text"]:
-        raise unsupported("modalities", "Only the modality 'text' is supported.")
-    if body.web_search_options is not None:
-        raise unsupported("web_search_options", "Web search is not supported.")
-    if body.chat_template is not None:
-        raise unsupported("chat_template", "A chat template of the request's own is not supported.")
-    if body.echo:
-        raise unsupported("echo", "'echo' is only supported by /v1/completions.")
-    if body.continue_final_message:
-        raise unsupported("continue_final_message", "Continuing the final message is not supported.")
+    _check_no_tools(body.tools, body.tool_choice, "tools", "tool_choice")
+    _check_no_tools(body.functions, body.function_call, "functions", "function_call")
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
 
@@ -69,10 +48,6 @@ def check_chat_supported(body: ChatCompletionRequest) -> None:
 def check_completion_supported(body: CompletionRequest) -> None:
     """The same for ``/v1/completions``."""
     _check_common_supported(body)
-    if body.suffix is not None:
-        raise unsupported("suffix", "Insertion before a suffix is not supported.")
-    if body.prompt_embeds is not None:
-        raise unsupported("prompt_embeds", "Prompts as embeddings are not supported.")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", f"'best_of' is only supported if equal to 'n' ({body.n or 1}).")
     if body.echo and body.logprobs is not None:
@@ -80,69 +55,25 @@ def check_completion_supported(body: CompletionRequest) -> None:
 
 
 def _check_common_supported(body: SamplingFields) -> None:
-    kind = body.response_format.get("type") if isinstance(body.response_format, dict) else None
-    if body.response_format is not None and kind != "text":
-        raise unsupported("response_format", "Only the response format {'type': 'text'} is supported.")
-    if body.use_beam_search:
-        raise unsupported("use_beam_search", "Beam search is not supported.")
-    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"):
-        if getattr(body, name) is not None:
-            raise unsupported(name, "Structured output is not supported.")
-    for name in ("bad_words", "allowed_token_ids"):
-        if getattr(body, name):
-            raise unsupported(name, f"{name!r} is not supported.")
-    if body.prompt_logprobs is not None:
-        raise unsupported("prompt_logprobs", "Log-probabilities of the prompt are not supported.")
+    check_extra_fields(body.model_extra)
     if body.stream_options is not None and not body.stream:
         raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
 
 
-def chat_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """The conversation as chat templates expect it: dicts with a role and text.
-
-    ``developer`` becomes ``system``, which is what templates know; text parts are joined by newlines.
-    """
-    return [_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _chat_message(message: ChatMessage, path: str) -> dict[str, Any]:
-    if message.role in ("tool", "function"):
-        raise unsupported(f"{path}.role", f"Tool calling is not supported: the role {message.role!r} is not.")
-    if message.role not in _ROLES:
-        allowed = ", ".join(repr(role) for role in _ROLES)
-        raise bad_request(f"Invalid role {message.role!r}. Allowed: {allowed}.", f"{path}.role")
-    if message.tool_calls:
-        raise unsupported(f"{path}.tool_calls", "Tool calling is not supported.")
-    if message.function_call is not None:
-        raise unsupported(f"{path}.function_call", "Function calling is not supported.")
-    if message.audio is not None:
-        raise unsupported(f"{path}.audio", "Audio is not supported.")
-    if message.content is None:
-        raise ApiError(
-            400,
-            f"Invalid value for '{path}.content': a string or a list of text parts is required.",
-            param=f"{path}.content",
-            code="missing_required_parameter",
+def _check_no_tools(
+    definitions: list[Any] | None, choice: Any, definitions_name: str, choice_name: str
+) -> None:
+    """Tools may be given where the model may not call them: it is not shown them then."""
+    if choice not in (None, "none", "auto"):
+        raise unsupported(
+            choice_name,
+            f"Tool calling is not supported: {choice_name!r} may be 'none', or 'auto' without tools.",
         )
-    if isinstance(message.content, str):
-        content = message.content
-    else:
-        texts: list[str] = []
-        for index, part in enumerate(message.content):
-            where = f"{path}.content[{index}]"
-            if part.type not in ("text", "refusal"):
-                raise unsupported(
-                    where, f"Content parts of type {part.type!r} are not supported, only 'text' is."
-                )
-            text = part.text if part.type == "text" else part.refusal
-            if text is None:
-                raise bad_request(f"This {part.type} part has no {part.type!r}.", f"{where}.{part.type}")
-            texts.append(text)
-        content = "\n".join(texts)
-    rendered = {"role": "system" if message.role == "developer" else message.role, "content": content}
-    if message.name is not None:
-        rendered["name"] = message.name
-    return rendered
+    if definitions and choice != "none":
+        raise unsupported(
+            definitions_name,
+            f"Tool calling is not supported: {definitions_name!r} needs {choice_name!r} to be 'none'.",
+        )
 
 
 def completion_prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
@@ -201,7 +132,10 @@ def resolve_max_tokens(
 def sampling_params(
     body: SamplingFields, model: ServedModel, *, max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
-    """The engine's settings, with the request's seed. A seed is drawn if the body has none."""
+    """The engine's settings, with the request's seed. A seed is drawn if the body has none.
+
+    A ``top_k`` that keeps the whole vocabulary is off.
+    """
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise bad_request(
@@ -217,13 +151,14 @@ def sampling_params(
                 f"stop_token_ids[{index}]",
             )
     defaults = model.defaults
+    top_k = _first(body.top_k, defaults.top_k)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     return SamplingParams(
         max_tokens=max_tokens,
         seed=seed,
         min_tokens=min_tokens,
         temperature=_first(body.temperature, defaults.temperature),
-        top_k=max(0, _first(body.top_k, defaults.top_k)),
+        top_k=top_k if 0 < top_k < model.vocab_size else 0,
         top_p=_first(body.top_p, defaults.top_p),
         min_p=_first(body.min_p, defaults.min_p),
         repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty),
@@ -249,8 +184,8 @@ def _logit_bias(raw: dict[str, float] | None, model: ServedModel) -> dict[int, f
     for key, value in raw.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10) or int(key) >= model.vocab_size:
             raise bad_request(
-                f"Invalid key {key!r}: must be a token id from 0 to {model.vocab_size - 1}.",
-                f"logit_bias.{key}",
+                f"Invalid key {key[:40]!r}: must be a token id from 0 to {model.vocab_size - 1}.",
+                f"logit_bias.{key[:40]}",
             )
         bias[int(key)] = value
     return bias

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from cluster.malformed import MalformedMessage
 from cluster.messages import Cancel, Envelope, Message
 from cluster.rpc import RpcConnection, RpcError, RpcServer
 
@@ -33,8 +34,14 @@ class Worker:
 
     def __init__(self, incarnation: int = 1) -> None:
         self.received: list[tuple[str, int, Message]] = []
+        self.malformed: list[tuple[str, int, MalformedMessage]] = []
         self.react: Callable[[str, Message], None] = lambda peer, message: None
-        self.server = RpcServer(sender="worker", incarnation=incarnation, on_message=self._receive)
+        self.server = RpcServer(
+            sender="worker",
+            incarnation=incarnation,
+            on_message=self._receive,
+            on_malformed=lambda *malformed: self.malformed.append(malformed),
+        )
 
     def _receive(self, peer: str, incarnation: int, message: Message) -> None:
         self.received.append((peer, incarnation, message))

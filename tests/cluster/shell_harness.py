@@ -8,6 +8,7 @@ from typing import cast
 
 from cluster.clock import ManualClock
 from cluster.kv_layout import KvLayout
+from cluster.malformed import MalformedMessage
 from cluster.members import (
     LoadReport,
     Members,
@@ -88,6 +89,7 @@ class Harness:
         self.registry = MemoryRegistry()
         self.clock = ManualClock(monotonic=100.0)
         self.messages: list[tuple[str, int, Message]] = []
+        self.malformed: list[tuple[str, int, MalformedMessage]] = []
         self.members: list[Members] = []
         self.lost: list[tuple[str, int]] = []
         self.answer_to_the_lost: Message | None = None  # sent to a router when its loss is told
@@ -105,6 +107,7 @@ class Harness:
             on_members=self._take_members,
             on_router_lost=self._lose,
             on_drain=self._drain,
+            on_malformed=lambda *malformed: self.malformed.append(malformed),
         )
 
     def _lose(self, router: str, incarnation: int) -> None:

@@ -35,7 +35,8 @@ def test_the_bundled_model_is_greedy() -> None:
     ("text", "named"),
     [
         ('{"temperature": "hot"}', "temperature is 'hot'"),
-        ('{"top_p": 0}', "top_p is 0"),
+        ('{"top_p": -0.1}', "top_p is -0.1"),
+        ('{"repetition_penalty": 0.001}', "repetition_penalty is 0.001, must be a number from 0.01 to 10"),
         ('{"top_k": true}', "top_k is True"),
         ("[]", "no JSON object"),
         ("{", "cannot be read"),

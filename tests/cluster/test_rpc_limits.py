@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from cluster import rpc
-from cluster.messages import Envelope, Generate, KvEvents, Message
-from cluster.rpc import RpcOverloadedError
+from cluster.messages import Cancel, Envelope, Generate, KvEvents, Message
+from cluster.rpc import MessageEncodingError, RpcOverloadedError
 from cluster.sampling_params import SamplingParams
 from tests.cluster.rpc_cluster import Cluster, numbered, numbers, until
 
@@ -99,6 +99,31 @@ async def test_malformed_messages_are_counted_and_dropped(cluster: Cluster, raw:
     await until(lambda: bool(worker.received), "the good message")
     assert worker.server.num_malformed == len(garbage)
     assert worker.received == [("raw", 1, numbered(1))]
+
+
+async def test_whose_request_a_malformed_message_is_about_is_told(
+    cluster: Cluster, raw: zmq.Socket[bytes]
+) -> None:
+    worker, address = await cluster.worker()
+    raw.connect(address)
+    raw.send(msgspec.msgpack.encode(["raw", 2, {"type": "generate", "request_id": "r", "attempt": 1}]))
+    raw.send(msgspec.msgpack.encode(["raw", 1, {"type": "generate", "request_id": "old", "attempt": 1}]))
+    raw.send(msgspec.msgpack.encode(Envelope("raw", 2, numbered(1))))
+    await until(lambda: bool(worker.received), "the good message")
+    ((peer, incarnation, message),) = worker.malformed
+    assert (peer, incarnation, message.kind, message.request_id) == ("raw", 2, "generate", "r")
+    assert "prompt_token_ids" in message.reason
+    assert (worker.server.num_malformed, worker.server.num_stale) == (1, 1)
+    assert worker.server.send("raw", numbered(2)), "its sender can be answered"
+
+
+async def test_a_message_that_no_wire_can_carry_is_the_sender_s_fault(cluster: Cluster) -> None:
+    worker, address = await cluster.worker()
+    client = cluster.client(address)
+    with pytest.raises(MessageEncodingError, match="Cancel cannot be encoded"):
+        client.connection.send(Cancel(request_id="r", attempt=10**27))
+    client.connection.send(numbered(1))
+    await until(lambda: bool(worker.received), "the next message")
 
 
 async def test_mutated_messages_are_handled_or_counted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 import zmq
 
@@ -124,6 +125,18 @@ async def test_malformed_messages_are_counted(harness: Harness) -> None:
         stranger.send(b"no message at all")
         await until(lambda: harness.shell.dropped_messages["malformed"] == 1, "the malformed message")
     assert harness.shell.dropped_messages == {"old_incarnation": 0, "malformed": 1, "undeliverable": 0}
+    assert harness.malformed == []
+
+
+async def test_whose_request_a_malformed_message_is_about_is_told(harness: Harness) -> None:
+    with zmq.Context.instance().socket(zmq.DEALER) as router:
+        router.connect(harness.address)
+        request = {"type": "generate", "request_id": "r", "attempt": 2, "prompt_token_ids": "no list"}
+        router.send(msgspec.msgpack.encode(["router-0", 1, request]))
+        await until(lambda: bool(harness.malformed), "the malformed request")
+    ((peer, incarnation, message),) = harness.malformed
+    assert (peer, incarnation) == ("router-0", 1)
+    assert (message.kind, message.request_id, message.attempt) == ("generate", "r", 2)
 
 
 async def test_an_order_to_drain_is_the_host_s_affair(harness: Harness) -> None:

@@ -355,20 +355,6 @@ def test_a_lost_router_frees_its_requests_only(bench: Bench) -> None:
     assert [output.request_id for output in bench.outputs() if output.finish_reason] == ["other"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [({"prompt_token_ids": [1] * 500}, "500"), ({"prompt_token_ids": [99]}, "prompt token 99")],
-)
-def test_a_request_that_cannot_run_fails_alone(bench: Bench, fields: dict[str, object], named: str) -> None:
-    bench.generate("bad", **fields)
-    (output,) = bench.outputs()
-    assert output.error is not None
-    assert output.error.code == "invalid_request"
-    assert named in output.error.message
-    assert not output.error.retryable
-    assert bench.role.num_active == 0
-
-
 def test_a_draining_worker_refuses_with_a_retryable_error(bench: Bench) -> None:
     bench.role.drain()
     bench.generate()

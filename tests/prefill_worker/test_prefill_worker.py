@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import xxhash
 
+from cluster.malformed import MalformedMessage
 from cluster.messages import Cancel, Generate, HandoffFenced, HandoffProgress, Message, Prefill, Sealed
 from kv_transfer.transport import Peer
 from prefill_worker.prefill_worker import PrefillWorker
@@ -329,3 +330,68 @@ def test_a_worker_that_ends_says_so_after_its_writes(bench: Bench) -> None:
     assert (fenced.error.code, fenced.error.retryable) == ("draining", True)
     bench.run()
     assert bench.role.num_active == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "retryable"),
+    [
+        ({"sampling": greedy(min_p=7.0)}, "invalid_request", False),
+        ({"prompt_token_ids": [99, *PROMPT[1:]]}, "invalid_request", False),
+        ({"sampling": greedy(min_tokens=4, stop_token_ids=tuple(range(23)))}, "invalid_request", False),
+        ({"prompt_token_ids": [1] * 500, "block_ids": list(range(125))}, "prefill_refused", True),
+    ],
+    ids=["parameter", "token", "nothing allowed", "too long for this worker"],
+)
+def test_an_invalid_prompt_is_no_other_worker_s_to_try(
+    bench: Bench, fields: dict[str, object], code: str, retryable: bool
+) -> None:
+    bench.arrive(bench.prefill_message(**fields))
+    bench.run()
+    bench.land_all()
+    (fenced,) = bench.answers()
+    assert isinstance(fenced, HandoffFenced)
+    assert fenced.error is not None
+    assert (fenced.error.code, fenced.error.retryable) == (code, retryable)
+    assert bench.role.num_active == 0
+    bench.run(1)
+    assert free_everywhere(bench.prefill)
+
+
+def test_a_prompt_that_cannot_be_read_is_answered_and_never_written(bench: Bench) -> None:
+    malformed = MalformedMessage(
+        sender="decode-0",
+        incarnation=bench.decode.peer.incarnation,
+        kind="prefill",
+        request_id="r",
+        attempt=1,
+        reason="Expected `int`, got `str` - at `$.first_block`",
+    )
+    bench.role.on_malformed("decode-0", bench.decode.peer.incarnation, malformed)
+    (fenced,) = bench.answers()
+    assert isinstance(fenced, HandoffFenced)
+    assert fenced.error is not None
+    assert (fenced.error.code, fenced.error.retryable) == ("undecodable_message", False)
+    assert "$.first_block" in fenced.error.message
+    bench.arrive(bench.prefill_message())  # the decode worker repeats what it heard no answer to
+    bench.run()
+    assert bench.world.writes == []
+    assert bench.answers()[1:] == [HandoffFenced(request_id="r", attempt=1)]
+
+
+def test_a_message_that_arrives_damaged_does_not_disturb_the_prompt_in_hand(bench: Bench) -> None:
+    bench.arrive(bench.prefill_message())
+    bench.run(1)
+    malformed = MalformedMessage(
+        sender="decode-0",
+        incarnation=bench.decode.peer.incarnation,
+        kind="prefill",
+        request_id="r",
+        attempt=1,
+        reason="truncated",
+    )
+    bench.role.on_malformed("decode-0", bench.decode.peer.incarnation, malformed)
+    assert bench.answers() == [], "its blocks are being written: no fence may be promised"
+    bench.run()
+    bench.land_all()
+    (sealed,) = bench.answers()
+    assert isinstance(sealed, Sealed)

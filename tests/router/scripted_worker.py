@@ -48,6 +48,11 @@ class ScriptedWorker:
         """Requests being answered."""
         return len(self._answers)
 
+    @property
+    def num_malformed(self) -> int:
+        """Messages that could not be read."""
+        return self._rpc.num_malformed
+
     async def start(self) -> WorkerRecord:
         """Listen, and return the registration."""
         address = await self._rpc.bind("tcp://127.0.0.1:0")

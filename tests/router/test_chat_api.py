@@ -251,7 +251,7 @@ async def test_messages_of_text_parts_and_a_developer(
 
 async def test_unknown_fields_are_ignored(start_router: StartRouter, make_worker: MakeWorker) -> None:
     router = await start_router(make_worker(script=answer([EOS])))
-    body = {"model": MODEL, "messages": QUESTION, "store": True, "a_field_of_tomorrow": {"x": 1}}
+    body = {"model": MODEL, "messages": QUESTION, "a_field_of_tomorrow": {"x": 1}}
     assert (await router.post("chat/completions", body)).status_code == 200
 
 

@@ -139,6 +139,52 @@ def test_unusable_rows_fail_alone() -> None:
     assert tokens[1].error == tokens[2].error == "the model gave logits that are not finite"
 
 
+def test_top_p_zero_is_greedy_even_among_equals() -> None:
+    equal = logits_of({10: 0.4, 20: 0.4, 30: 0.2})
+    assert set(draw(equal, params(top_p=0.0), 50)) == {10}
+    assert set(draw(equal, params(top_p=1e-320), 200)) == {10, 20}
+
+
+def test_forbidding_every_token_is_the_request_s_own_fault() -> None:
+    small = torch.zeros(1, 3)
+    sampling = params(min_tokens=9, stop_token_ids=(0, 1, 2))
+    (token,) = Sampler((2,)).sample(small, [row(sampling)])
+    assert (token.error, token.is_refusal) == ("no token is allowed by the parameters", True)
+    (token,) = Sampler((2,)).sample(small * torch.nan, [row(sampling)])
+    assert (token.error, token.is_refusal) == ("the model gave logits that are not finite", False)
+
+
+LARGEST = torch.finfo(torch.float32).max
+edges = st.builds(
+    params,
+    temperature=st.sampled_from([0.0, -0.0, 5e-324, 1e-45, 9e-6, 1e-5, 1e-3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 2999, 3000, 2**31, 2**63 - 1]),
+    top_p=st.sampled_from([0.0, -0.0, 5e-324, 1e-45, 1e-10, 0.5, 1.0]),
+    min_p=st.sampled_from([0.0, -0.0, 5e-324, 1e-45, 0.5, 1.0]),
+    repetition_penalty=st.sampled_from([0.01, 0.5, 1.0, 10.0]),
+    frequency_penalty=st.sampled_from([-2.0, -5e-324, -0.0, 0.0, 1e-45, 2.0]),
+    presence_penalty=st.sampled_from([-2.0, -0.0, 0.0, 1e-45, 2.0]),
+    logit_bias=st.dictionaries(st.sampled_from([0, 5, EOS]), st.sampled_from([-100.0, -0.0, 5e-324, 100.0])),
+    min_tokens=st.sampled_from([0, 8]),
+    stop_token_ids=st.sampled_from([(), (5,)]),
+)
+
+
+@given(sampling=edges, scale=st.sampled_from([0.0, 1e-45, 1.0, 1e4, 1e30, LARGEST]), seed=st.integers(0, 20))
+def test_no_allowed_parameters_leave_nothing_to_choose(
+    sampling: SamplingParams, scale: float, seed: int
+) -> None:
+    check_sampling_params(sampling, VOCAB_SIZE)
+    logits = torch.rand(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    logits = logits * scale
+    counts = TokenCounts([0, 5, 9, int(logits.argmax())], [5, 5, EOS, int(logits.argmin())])
+    token = one(logits, row(sampling, num_output_tokens=4, token_counts=counts))
+    assert token.error is None
+    assert 0 <= token.token_id < VOCAB_SIZE
+    if sampling.min_tokens:
+        assert token.token_id not in (EOS, *sampling.stop_token_ids)
+
+
 samplings = st.builds(
     params,
     seed=st.integers(0, 2**63 - 1),
@@ -174,12 +220,17 @@ def test_a_row_draws_the_same_alone_and_in_company(
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"top_k": -1}, "top_k is -1"),
-        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": -0.1}, "top_p is -0.1"),
         ({"min_p": 1.1}, "min_p is 1.1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"repetition_penalty": 1e-320}, r"repetition_penalty is 1e-320, must be from 0.01 to 10"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty is nan"),
+        ({"frequency_penalty": 1e308}, r"frequency_penalty is 1e\+308, must be from -2 to 2"),
+        ({"presence_penalty": -math.inf}, "presence_penalty is -inf"),
         ({"logprobs": 1000}, "logprobs is 1000"),
         ({"logit_bias": {VOCAB_SIZE: 1.0}}, f"token {VOCAB_SIZE}"),
         ({"logit_bias": {1: math.nan}}, "token 1 is nan"),
+        ({"logit_bias": {1: 1e308}}, r"token 1 is 1e\+308, must be from -100 to 100"),
         ({"stop_token_ids": (-1,)}, "token -1"),
     ],
 )
