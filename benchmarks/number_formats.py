@@ -2,9 +2,9 @@
 
     python -m benchmarks.number_formats --positions 2500 --runs 5
 
-Accuracy: the bundled model reads ordinary English text (this project's documentation) in pieces of 500 tokens;
+Accuracy: the bundled model reads English prose (this project's documentation) in pieces of 500 tokens;
 at each position its distribution over the next token is compared with float32's. KL is in nats. "gap" and
-"answer" are about the README's question: by how much the logit of the right first token ("The") lies above that
+"answer" are about the README's question: how far the logit of the right first token ("The") lies above that
 of the wrong one ("L"), and whether the greedy answer is right.
 
 Speed: medians over runs in which the formats take turns, one thread: a prompt of 512 tokens, and a step of 1
