@@ -184,7 +184,7 @@ def bench(
 ) -> None:
     """Measure an OpenAI-compatible server: TTFT, ITL, TPOT, throughput, goodput."""
     from leadout.bench.client import Target
-    from leadout.bench.run import find_model, run_bench
+    from leadout.bench.run import find_model, find_number_formats, run_bench
     from leadout.bench.statistics import Goodput
     from leadout.bench.workload import WorkloadSettings, synthetic_workload, workload_from_file
 
@@ -207,7 +207,13 @@ def bench(
         headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
     )
     result = run_bench(
-        target, workload, concurrency=concurrency, num_warmup=warmup, goodput=limits, as_json=as_json
+        target,
+        workload,
+        concurrency=concurrency,
+        num_warmup=warmup,
+        goodput=limits,
+        as_json=as_json,
+        number_formats=asyncio.run(find_number_formats(base)),
     )
     raise typer.Exit(1 if result.num_failed else 0)
 

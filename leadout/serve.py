@@ -105,16 +105,18 @@ def _show(console: Console, cluster: LocalCluster, state: dict[str, Any]) -> Non
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in ("process", "role", "pid", "KV blocks", "address"):
         table.add_column(column, justify="right" if column in ("pid", "KV blocks") else "left")
-    model = ""
+    model = numbers = ""
     for worker in state["workers"]:
         model = worker["model"]
+        numbers = f"{worker['dtype']}: {worker['kernels']}"
         blocks = str(worker["load"]["kv_blocks_total"])
         table.add_row(worker["id"], worker["role"], str(worker["pid"]), blocks, worker["address"])
     for name, pid in cluster.pids.items():
         if name in ("router-0", "registry"):
             address = cluster.url if name == "router-0" else ""
             table.add_row(name, name.removesuffix("-0"), str(pid), "", address)
-    console.print(f"\n[bold]Leadout serves {model} at {cluster.url}/v1[/bold]\n")
+    console.print(f"\n[bold]Leadout serves {model} at {cluster.url}/v1[/bold]")
+    console.print(Text(f"in {numbers}\n"), soft_wrap=True)
     console.print(table)
     console.print(f"\nlogs: {cluster.log_folder}\n\nTry it:\n")
     # Printed raw and unwrapped, so that it can be copied.

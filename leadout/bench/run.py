@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ def run_bench(
     num_warmup: int,
     goodput: Goodput | None,
     as_json: bool,
+    number_formats: tuple[str, ...] = (),
 ) -> BenchResult:
     """Send the whole workload and print the result. Raises UserError if the server does not answer."""
     if concurrency is not None and concurrency < 1:
@@ -54,7 +56,7 @@ def run_bench(
                 on_done=lambda _record: progress.advance(task),
             )
         )
-    result = summarise(records, duration_s, goodput)
+    result = dataclasses.replace(summarise(records, duration_s, goodput), number_formats=number_formats)
     if as_json:
         print(json.dumps(result.to_json(), indent=1))
     else:
@@ -74,6 +76,18 @@ async def find_model(url: str) -> str:
     if not models:
         raise UserError(f"the server at {url} lists no model")
     return models[0]
+
+
+async def find_number_formats(url: str) -> tuple[str, ...]:
+    """What a Leadout server's workers compute in, each once; empty if it is another server."""
+    try:
+        async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+            response = await client.get(f"{url}/cluster")
+            response.raise_for_status()
+            workers = response.json()["workers"]
+            return tuple(sorted({f"{worker['dtype']}: {worker['kernels']}" for worker in workers}))
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return ()
 
 
 async def measure(
@@ -131,6 +145,8 @@ def show(result: BenchResult, console: Console) -> None:
     )
     if result.good_requests_per_s is not None:
         console.print(f"goodput: {result.good_requests_per_s:.2f} requests/s within the limits")
+    for numbers in result.number_formats:
+        console.print(f"the server computes in {numbers}", markup=False)
     if result.server_ms:
         parts = ", ".join(f"{name} {value:.4g}" for name, value in result.server_ms.items())
         console.print(f"server's own account of the first token, medians: {parts}")

@@ -50,6 +50,7 @@ class BenchResult:
     cached_share: float  # of the prompt tokens
     good_requests_per_s: float | None  # None: no limits were given
     server_ms: dict[str, float]  # medians of what a Leadout server reported per request
+    number_formats: tuple[str, ...] = ()  # of a Leadout server's workers, with their kernels
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for ``--json``."""

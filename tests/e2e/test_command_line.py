@@ -55,6 +55,8 @@ def test_bench(one_prefill_one_decode: RunningCluster) -> None:
     assert result["itl_ms"]["count"] >= 4 * 3
     assert result["good_requests_per_s"] == pytest.approx(result["requests_per_s"])
     assert result["server_ms"]["transfer_bytes"] > 0
+    (numbers,) = result["number_formats"]
+    assert f"in {numbers}" in one_prefill_one_decode.log, "the launcher says it as well"
 
 
 @pytest.mark.parametrize(

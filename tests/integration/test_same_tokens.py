@@ -1,6 +1,7 @@
 """Where a prompt is computed must not show in the answer: every topology gives the same tokens, bit for bit.
 
 The log-probabilities are compared as well, so that a difference too small to change a token is still found.
+All topologies run in the number format that ``auto`` takes, one of them in each of the others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.ops.number_formats import has_float16_linear, number_formats
+from tests.engine.formats import FORMATS
 from tests.integration.running_cluster import MODEL, RunningCluster
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -33,6 +36,10 @@ PROMPTS: list[dict[str, Any]] = [
     {"prompt": "def fibonacci(n):\n    if n < 2:\n        return n\n", "max_tokens": 24},
     {"messages": [{"role": "user", "content": "Write one line about the sea."}], "max_tokens": 24},
 ]
+
+
+AUTO = number_formats("auto", has_float16=has_float16_linear())[0]
+OTHERS = [number_format.name for number_format in FORMATS if number_format is not AUTO]
 
 
 def answer(cluster: RunningCluster, body: dict[str, Any]) -> list[tuple[str, float]]:
@@ -81,3 +88,18 @@ def test_two_prefill_and_two_decode_workers_all_prompts_at_once(
     cluster.wait_until_idle()
     assert cluster.stop() == 0
     assert answers == aggregated_answers
+
+
+@pytest.mark.parametrize("dtype", OTHERS)
+def test_a_prompt_computed_there_and_here_in_the_other_formats(dtype: str) -> None:
+    cluster = RunningCluster(prefill=1, decode=1, settings={"model.dtype": dtype})
+    prompts = [{"max_tokens": 8, **body} for body in PROMPTS if body.get("prompt") is not LONG]
+    there = [answer(cluster, body) for body in prompts]
+    loads = {worker["id"]: worker["load"] for worker in cluster.workers()}
+    assert loads["prefill-0"]["prompt_tokens_total"] > 100
+    drained = httpx.post(f"{cluster.url}/cluster/workers/prefill-0/drain", json={"force": True}, timeout=60)
+    assert drained.status_code == 202, drained.text
+    cluster.wait_until(lambda: [worker["id"] for worker in cluster.workers()] == ["decode-0"], 60)
+    here = [answer(cluster, {"cache_salt": "nothing is cached", **body}) for body in prompts]
+    assert cluster.stop() == 0
+    assert here == there

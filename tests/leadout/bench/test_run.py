@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from leadout.bench.client import RequestRecord, Target
-from leadout.bench.run import find_model, measure, run_bench
+from leadout.bench.run import find_model, find_number_formats, measure, run_bench
 from leadout.bench.statistics import Goodput
 from leadout.bench.workload import BenchRequest
 from leadout.errors import UserError
@@ -150,6 +150,24 @@ async def test_a_server_without_models_is_refused(answer: Answer, message: str) 
         assert server.url in str(caught.value)
 
 
+_WORKERS = [{"dtype": "float16", "kernels": "some"}, {"dtype": "float16", "kernels": "some"}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "formats"),
+    [
+        (as_json({"workers": _WORKERS}), ("float16: some",)),
+        (as_json({"workers": [{"id": "of an older version"}]}), ()),
+        (as_json([]), ()),
+        (as_json({}, status=404), ()),
+        (Answer(200, ["<html>"]), ()),
+    ],
+)
+async def test_what_a_leadout_server_computes_in(answer: Answer, formats: tuple[str, ...]) -> None:
+    with scripted_server(lambda _request: answer) as server:
+        assert await find_number_formats(server.url) == formats
+
+
 def _run_bench(url: str, *, as_json: bool = False, goodput: Goodput | None = None, **options: Any) -> Any:
     arguments = {"concurrency": 2, "num_warmup": 0, **options}
     return run_bench(
@@ -162,11 +180,14 @@ def test_the_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
         return as_json({}, status=503) if request.body["prompt"] == "b" else _two_tokens(request)
 
     with scripted_server(respond) as server:
-        result = _run_bench(server.url, goodput=Goodput(e2e_ms=60_000))
+        result = _run_bench(
+            server.url, goodput=Goodput(e2e_ms=60_000), number_formats=("float16: some [kernels]",)
+        )
     assert (result.num_requests, result.num_failed) == (3, 1)
     output = capsys.readouterr().out
     for part in ("TTFT", "ITL", "TPOT", "E2E", "p95", "3 requests, 1 failed", "goodput: ", "1 × HTTP 503"):
         assert part in output
+    assert "the server computes in float16: some [kernels]" in output
 
 
 def test_json_is_all_that_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
