@@ -45,8 +45,7 @@ def test_sigterm_lets_a_stream_finish_and_ends_every_process() -> None:
     assert cluster.stop() == 0
     assert not [chunk for chunk in chunks if "error" in chunk]
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
-    for pid in pids:
-        assert not Path(f"/proc/{pid}").exists()
+    _wait_until_gone(pids)
 
 
 def test_killing_the_launcher_kills_its_processes() -> None:
@@ -54,10 +53,7 @@ def test_killing_the_launcher_kills_its_processes() -> None:
     pids = _descendants(cluster)
     cluster.process.kill()
     cluster.process.wait()
-    give_up_at = time.monotonic() + 10
-    while any(_is_running(pid) for pid in pids) and time.monotonic() < give_up_at:
-        time.sleep(0.05)
-    assert not any(_is_running(pid) for pid in pids)
+    _wait_until_gone(pids)
 
 
 def _descendants(cluster: RunningCluster) -> list[int]:
@@ -66,6 +62,14 @@ def _descendants(cluster: RunningCluster) -> list[int]:
     processes = psutil.Process(cluster.process.pid).children(recursive=True)
     assert any("router.body_process" in process.cmdline() for process in processes)
     return [process.pid for process in processes]
+
+
+def _wait_until_gone(pids: list[int]) -> None:
+    """The kernel ends those whose parent was killed, a moment later."""
+    give_up_at = time.monotonic() + 10
+    while any(_is_running(pid) for pid in pids) and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    assert not any(_is_running(pid) for pid in pids)
 
 
 def _is_running(pid: int) -> bool:
