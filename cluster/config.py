@@ -284,6 +284,20 @@ class RouterConfig(_Section):
     max_n: int = Field(
         default=16, ge=1, le=1024, description="Most choices (`n`) that one request may ask for."
     )
+    max_messages: int = Field(default=10_000, ge=1, description="Most messages of one chat request.")
+    max_content_parts: int = Field(
+        default=20_000,
+        ge=1,
+        description="Most content parts and tool calls of all messages of one request together.",
+    )
+    max_prompts: int = Field(default=128, ge=1, description="Most prompts of one request to /v1/completions.")
+    body_processes: int = Field(
+        default=2,
+        ge=1,
+        le=64,
+        description="Most processes that parse, render and tokenize request bodies beside the event loop; "
+        "large bodies leave one of them to the others.",
+    )
     drain_grace_ms: Milliseconds = Field(
         default=10_000, description="How long a router that ends lets its requests finish, in ms."
     )

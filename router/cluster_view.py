@@ -11,7 +11,7 @@ from cluster.messages import Envelope, KvEvents, LoadUpdate, Message, Subscribe,
 from cluster.rpc import MessageEncodingError
 from router.kv_index import KvIndex
 from router.policy.plan import WorkerSnapshot
-from router.prompt_hashes import PromptHashes
+from router.prompt_hashes import HashGroup, PromptHashes
 from router.worker_view import Connection, WorkerView
 
 logger = logging.getLogger(__name__)
@@ -143,6 +143,11 @@ class ClusterView:
             logger.warning("cannot send %s to %s: %s", type(message).__name__, worker, error)
             raise WorkerUnreachableError(f"worker {worker} is unreachable: {error}") from error
         return view.record.incarnation
+
+    def hash_groups(self, model: str) -> tuple[HashGroup, ...]:
+        """All groups that prompts of ``model`` may be hashed for."""
+        workers = (*self.decode_workers(model), *self.prefill_workers(model))
+        return tuple(sorted({worker.group for worker in workers}))
 
     def snapshots(
         self, model: str, hashes: PromptHashes

@@ -86,7 +86,9 @@ class Dispatcher:
         hashes: PromptHashes | None = None
         try:
             for index, request in enumerate(requests):
-                if hashes is None or request.prompt_token_ids is not requests[index - 1].prompt_token_ids:
+                if request.hashes is not None:
+                    hashes = request.hashes
+                elif hashes is None or request.prompt_token_ids is not requests[index - 1].prompt_token_ids:
                     hashes = PromptHashes(request.prompt_token_ids, request.cache_salt)
                 entry = InFlightRequest(
                     request=request, index=index, generation=generation, deadline=deadline, hashes=hashes

@@ -21,6 +21,7 @@ class SequenceRequest:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    hashes: PromptHashes | None = None  # of the prompt, where they have been computed
 
 
 @dataclass(kw_only=True, eq=False)

@@ -104,6 +104,17 @@ class RouterMetrics:
         self.refused = Counter(
             prefix + "admission_refused_total", "Requests refused because full", registry=registry
         )
+        self.bodies_waiting = Gauge(
+            prefix + "bodies_waiting", "Request bodies that wait for a process", registry=registry
+        )
+        self.bodies_in_work = Gauge(
+            prefix + "bodies_in_work", "Request bodies being parsed and tokenized", registry=registry
+        )
+        self.body_processes_ended = Counter(
+            prefix + "body_processes_ended_total",
+            "Processes for request bodies that ended, for whatever reason",
+            registry=registry,
+        )
         self.http_connections = Gauge(
             prefix + "http_connections", "Open connections of clients", registry=registry
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import os
@@ -15,7 +16,6 @@ import uvloop
 
 from cluster.config import LeadoutConfig
 from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults, generation_defaults
-from cluster.gguf import GgufFile
 from cluster.logging_setup import configure_logging
 from cluster.members import RouterRecord, WorkerRecord
 from cluster.messages import Envelope
@@ -28,10 +28,11 @@ from router.http_server import HttpServer, allow_open_files, bind_listener, list
 from router.membership import Membership
 from router.policy.choose_workers import PolicySettings
 from router.services import RouterLimits, RouterServices, build_services
-from text_pipeline.text_model import TextModel, load_text_model
+from router.text_model_files import load_text_model_of
 
 logger = logging.getLogger(__name__)
 
+_WARM_UP_POLL_S = 0.5
 _CANCEL_GRACE_S = 2  # for cancelled requests to tell their clients
 
 
@@ -44,13 +45,15 @@ def run_router(config: LeadoutConfig, router_id: str | None = None) -> int:
     """
     router_id = router_id or f"router-{socket.gethostname()}-{os.getpid()}"
     configure_logging(config.log, process=router_id)
+    # One text is tokenized at a time, in the event loop: a pool of threads would only be a detour.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     listener = bind_listener(config.router.host, config.router.port)
     source = resolve_model(config.model.source)
     router = RouterProcess(
         config,
         router_id=router_id,
         model_name=config.model.served_name or source.default_name,
-        text_model=load_text_model_of(source),
+        source=source,
         defaults=(
             generation_defaults(source) if config.model.generation_defaults == "auto" else OPENAI_DEFAULTS
         ),
@@ -58,17 +61,6 @@ def run_router(config: LeadoutConfig, router_id: str | None = None) -> int:
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(router.run())
-
-
-def load_text_model_of(source: ModelSource) -> TextModel:
-    """Tokenizer and chat template of a model on disk, without its weights.
-
-    Raises TokenizerError, ChatTemplateError, GgufFormatError.
-    """
-    if source.kind == "hf":
-        return load_text_model("hf", source.path)
-    with GgufFile.open(source.path) as gguf:
-        return load_text_model("gguf", source.path, gguf.metadata)
 
 
 class RouterProcess:
@@ -80,7 +72,7 @@ class RouterProcess:
         *,
         router_id: str,
         model_name: str,
-        text_model: TextModel,
+        source: ModelSource,
         defaults: GenerationDefaults,
         listener: socket.socket,
     ) -> None:
@@ -100,7 +92,8 @@ class RouterProcess:
         self.services: RouterServices = build_services(
             router_id=router_id,
             model_name=model_name,
-            text_model=text_model,
+            text_model=load_text_model_of(source),
+            load_text_model=functools.partial(load_text_model_of, source),
             limits=RouterLimits(
                 request_timeout_ms=config.router.request_timeout_ms,
                 sse_keepalive_ms=config.router.sse_keepalive_ms,
@@ -108,6 +101,10 @@ class RouterProcess:
                 receive_timeout_ms=config.router.receive_timeout_ms,
                 max_concurrent_requests=config.router.max_concurrent_requests,
                 max_n=config.router.max_n,
+                max_messages=config.router.max_messages,
+                max_content_parts=config.router.max_content_parts,
+                max_prompts=config.router.max_prompts,
+                body_processes=config.router.body_processes,
             ),
             settings=PolicySettings(local_prefill_max_tokens=config.router.local_prefill_max_tokens),
             connect=self._connect,
@@ -147,6 +144,7 @@ class RouterProcess:
         )
         self.services.registry_problem = lambda: membership.problem
         serving = asyncio.create_task(server.serve(), name="http server")
+        warming = asyncio.create_task(self._warm_up(), name="first process for bodies")
         member = asyncio.create_task(membership.run(), name="membership")
         logger.info(
             "router %s serves %s at %s", self.record.id, self.services.model_name, self.record.address
@@ -158,8 +156,10 @@ class RouterProcess:
         finally:
             serving.cancel()
             member.cancel()
-            await asyncio.gather(serving, member, return_exceptions=True)
+            warming.cancel()
+            await asyncio.gather(serving, member, warming, return_exceptions=True)
             await membership.withdraw()
+            await self.services.body_workers.close()
             self.services.view.close()
             await registry.close()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -169,6 +169,15 @@ class RouterProcess:
         """Begin the shutdown; the second call cuts the drain short."""
         self._num_signals += 1
         self._signalled.set()
+
+    async def _warm_up(self) -> None:
+        """Start the first process for bodies, but not while the workers need the machine to get ready."""
+        while self.services.not_ready_reasons():  # noqa: ASYNC110 - made of many things, not an event
+            await asyncio.sleep(_WARM_UP_POLL_S)
+        try:
+            await self.services.body_workers.start()
+        except (OSError, EOFError, TimeoutError) as error:
+            logger.warning("no process for large bodies could be started; the next one is tried: %r", error)
 
     def _connect(
         self,

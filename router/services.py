@@ -10,12 +10,15 @@ from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from router.admission import Admission
 from router.api.errors import model_not_found, no_worker
 from router.api.validation import ServedModel
+from router.body_workers import BodyWorkers
 from router.cluster_view import ClusterView, Connect
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.policy.choose_workers import PolicySettings
 from router.rejection_log import RejectionLog
 from text_pipeline.text_model import TextModel
+
+_WAITING_BODIES = 16  # of the largest size: that many bytes of bodies may wait to be worked on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,10 @@ class RouterLimits:
     receive_timeout_ms: int = 30_000  # for a silent client in the middle of its body
     max_concurrent_requests: int = 1024  # sequences
     max_n: int = 16
+    max_messages: int = 10_000
+    max_content_parts: int = 20_000
+    max_prompts: int = 128
+    body_processes: int = 2
     max_index_blocks: int = 1_000_000
     sse_keepalive_ms: int = 10_000  # 0: streams may be silent for any time
 
@@ -44,6 +51,7 @@ class RouterServices:
     dispatcher: Dispatcher
     admission: Admission
     metrics: RouterMetrics
+    body_workers: BodyWorkers
     rejections: RejectionLog = field(default_factory=RejectionLog)
     num_requests: int = 0  # generation requests at any stage, those whose body is still read included
     started_at: float = field(default_factory=time.time)
@@ -104,12 +112,16 @@ def build_services(
     router_id: str,
     model_name: str,
     text_model: TextModel,
+    load_text_model: Callable[[], TextModel],
     limits: RouterLimits,
     settings: PolicySettings,
     connect: Connect,
     generation_defaults: GenerationDefaults = OPENAI_DEFAULTS,
 ) -> RouterServices:
-    """Wire up a router's parts. Nothing is connected until ``view.update`` is called."""
+    """Wire up a router's parts. Nothing is connected until ``view.update`` is called.
+
+    ``load_text_model`` loads ``text_model`` in another process, and must be picklable.
+    """
     metrics = RouterMetrics()
     num_tokens = text_model.tokenizer.vocab_size
     view = ClusterView(
@@ -131,4 +143,10 @@ def build_services(
         dispatcher=dispatcher,
         admission=Admission(limits.max_concurrent_requests),
         metrics=metrics,
+        body_workers=BodyWorkers(
+            load_text_model,
+            metrics,
+            num_processes=limits.body_processes,
+            max_waiting_bytes=_WAITING_BODIES * limits.max_request_body,
+        ),
     )

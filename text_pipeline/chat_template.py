@@ -80,7 +80,7 @@ class ChatTemplate:
 
         ``clock`` is what ``strftime_now`` reads. Raises ChatTemplateError where a template does not compile.
         """
-        self.source = source
+        self.sources = (source,) if tool_use_source is None else (source, tool_use_source)
         self.bos_token = bos_token or ""
         self.eos_token = eos_token or ""
         self._clock = clock

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from text_pipeline.detokenizer import IncrementalDetokenizer
-from text_pipeline.stop_strings import StopStringMatcher
+from text_pipeline.stop_strings import StopStringMatcher, StopStrings
 from text_pipeline.tokenizer import Tokenizer
 
 
@@ -31,20 +31,17 @@ class OutputText:
         self,
         tokenizer: Tokenizer,
         *,
-        stops: Sequence[str] = (),
+        stop_strings: StopStrings | None = None,
         include_stop: bool = False,
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        """Stop strings are searched in the text from token number ``min_tokens`` on.
-
-        Raises ValueError for an empty stop string.
-        """
+        """Stop strings are searched in the text from token number ``min_tokens`` on."""
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, skip_special_tokens=skip_special_tokens, prompt_token_ids=prompt_token_ids
         )
-        self._matcher = StopStringMatcher(stops, include_stop=include_stop)
+        self._matcher = StopStringMatcher(stop_strings or StopStrings(), include_stop=include_stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
 

@@ -14,25 +14,34 @@ class StopResult:
     matched: str | None = None
 
 
+class StopStrings:
+    """The stop strings of one request and their Knuth-Morris-Pratt automata, shared by all its sequences.
+
+    Immutable, and safe to use in several threads and processes. Costs time and memory in proportion to the
+    strings' length.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        """Raises ValueError for an empty stop string."""
+        if any(not stop for stop in stops):
+            raise ValueError("a stop string is empty; it must have at least one character")
+        self.stops = tuple(stops)
+        self.borders = tuple(map(_borders, self.stops))
+
+
 class StopStringMatcher:
     """Searches one sequence's text for stop strings, in pieces of any size.
 
     The match that is complete first wins; of several that are complete at the same character, the first in
     the list. What is held back is the longest end of the text that is a proper prefix of a stop string,
-    nothing more. Each stop string is followed by its Knuth-Morris-Pratt automaton: every character is
-    looked at once per stop string, whatever was held back.
+    nothing more. Every character is looked at once per stop string, whatever was held back.
     """
 
-    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        """With ``include_stop`` the text ends with the stop string, else before it.
-
-        Raises ValueError for an empty stop string.
-        """
-        if any(not stop for stop in stops):
-            raise ValueError("a stop string is empty; it must have at least one character")
-        self._stops = tuple(stops)
+    def __init__(self, stop_strings: StopStrings, *, include_stop: bool = False) -> None:
+        """With ``include_stop`` the text ends with the stop string, else before it."""
+        self._stops = stop_strings.stops
+        self._borders = stop_strings.borders
         self._include_stop = include_stop
-        self._borders = tuple(_borders(stop) for stop in self._stops)
         self._lengths = [0] * len(self._stops)  # per stop string: how much of it the text's end already is
         self._held = ""
         self._matched: str | None = None

@@ -8,21 +8,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from text_pipeline.chat_template import ChatTemplate, ChatTemplateError
+from text_pipeline.control_tokens import ClientTexts, ControlTokens, unescape_marks
 from text_pipeline.gguf_tokenizer import chat_templates_from_gguf, special_token_texts, tokenizer_from_gguf
 from text_pipeline.hf_tokenizer import (
     chat_templates_of_folder,
     special_token_texts_of_folder,
     tokenizer_from_folder,
 )
+from text_pipeline.token_counts import MinTokenCount
 from text_pipeline.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
 class TextModel:
     """A model's tokenizer and chat template; ``chat_template`` is None where its files have none."""
 
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.control_tokens = ControlTokens(tokenizer, chat_template.sources if chat_template else ())
+        self.min_token_count = MinTokenCount(tokenizer)
 
     def render_chat(
         self,
@@ -31,18 +35,28 @@ class TextModel:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **kwargs: Any,
-    ) -> str:
-        """The conversation as the model's prompt text, see ChatTemplate.render.
+    ) -> RenderedChat:
+        """The conversation as the model's prompt, see ChatTemplate.render.
 
-        Raises ChatTemplateError, also where the model has no chat template.
+        What the caller gives is text, in every place: spellings of control tokens in it do not become those
+        tokens, see ControlTokens. Raises ChatTemplateError, also where the model has no chat template, and
+        TokenizerError.
         """
         if self.chat_template is None:
             raise ChatTemplateError(
                 "this model has no chat template and takes no chat messages; send a prompt to completions"
             )
-        return self.chat_template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
+        try:
+            marked = self.control_tokens.mark(ClientTexts(messages, tools, kwargs))
+        except RecursionError:
+            raise ChatTemplateError("a value is nested too deeply") from None
+        text = self.chat_template.render(
+            marked.texts.messages,
+            tools=marked.texts.tools,
+            add_generation_prompt=add_generation_prompt,
+            **marked.texts.variables,
         )
+        return RenderedChat(unescape_marks(text, marked.mark), marked.mark, self.control_tokens)
 
     def encode_chat(
         self,
@@ -54,11 +68,30 @@ class TextModel:
     ) -> list[int]:
         """The conversation as token ids.
 
-        Special tokens are parsed in the whole rendered text, as every engine does: a message that spells one
-        gets it. The template writes BOS itself, so none is added. Raises ChatTemplateError, TokenizerError.
+        The template writes BOS itself, so none is added. Raises ChatTemplateError, TokenizerError.
         """
-        text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs)
-        return self.tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+        rendered = self.render_chat(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
+        )
+        return rendered.encode()
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation as text, with ``mark`` inside the control tokens that are not the template's."""
+
+    marked_text: str
+    mark: str | None
+    control_tokens: ControlTokens
+
+    @property
+    def text(self) -> str:
+        """The text without marks."""
+        return self.marked_text if self.mark is None else self.marked_text.replace(self.mark, "")
+
+    def encode(self) -> list[int]:
+        """The token ids. Raises TokenizerError."""
+        return self.control_tokens.encode(self.marked_text, self.mark)
 
 
 def load_text_model(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import tokenizers
 
@@ -33,6 +34,20 @@ class PieceFormat:
 
 
 BYTE_LEVEL = PieceFormat("byte_level")
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that is found in a text as it is, before the text is cut into words.
+
+    ``strips_left`` and ``strips_right``: it takes the whitespace beside it along.
+    """
+
+    token_id: int
+    text: str
+    is_special: bool
+    strips_left: bool
+    strips_right: bool
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -74,6 +89,10 @@ class Tokenizer:
         self._plain_backend_lock = threading.Lock()
         self.piece_format = piece_format
         added = backend.get_added_tokens_decoder()
+        self.added_tokens = tuple(
+            AddedToken(token_id, token.content, token.special, token.lstrip, token.rstrip)
+            for token_id, token in added.items()
+        )
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
@@ -108,13 +127,29 @@ class Tokenizer:
         token. Raises TokenizerError where ``text`` holds a lone surrogate, which has no UTF-8 form.
         """
         backend = self._backend if parse_special else self._without_special_parsing()
-        try:
-            token_ids: list[int] = backend.encode(text, add_special_tokens=False).ids
-        except TypeError:
-            raise TokenizerError(_surrogate_message(text)) from None
+        (token_ids,) = encode_texts(backend, (text,))
         if add_special_tokens:
             return [*self.prefix_token_ids, *token_ids, *self.suffix_token_ids]
         return token_ids
+
+    def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
+        """What ``encode`` gives for each of ``texts`` alone, in one call. Raises TokenizerError."""
+        return encode_texts(self._backend, texts)
+
+    @property
+    def normalizer(self) -> dict[str, Any] | None:
+        """What changes a text before it is cut into words, as in tokenizer.json; None where nothing does."""
+        return _described(self._backend.normalizer)
+
+    @property
+    def pre_tokenizer(self) -> dict[str, Any] | None:
+        """What cuts a text into words, as in tokenizer.json; None where nothing does."""
+        return _described(self._backend.pre_tokenizer)
+
+    def description(self) -> dict[str, Any]:
+        """The whole of tokenizer.json: a fresh object, and slow to make."""
+        description: dict[str, Any] = json.loads(self._backend.to_str())
+        return description
 
     def _without_special_parsing(self) -> tokenizers.Tokenizer:
         """A copy of the backend, made when first asked: the setting cannot be changed while others encode."""
@@ -199,9 +234,26 @@ class Tokenizer:
         return piece.replace(_SPACE_MARK, " ").encode()
 
 
+def _described(step: Any) -> dict[str, Any] | None:
+    description: dict[str, Any] | None = None if step is None else json.loads(step.__getstate__())
+    return description
+
+
+def encode_texts(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of each text. Other Python threads run meanwhile, which ``backend.encode`` would stop.
+
+    Raises TokenizerError where a text holds a lone surrogate.
+    """
+    try:
+        return [encoded.ids for encoded in backend.encode_batch_fast(texts, add_special_tokens=False)]
+    except TypeError:
+        wrong = next(text for text in texts if any(0xD800 <= ord(character) <= 0xDFFF for character in text))
+        raise TokenizerError(_surrogate_message(wrong)) from None
+
+
 def _surrogate_message(text: str) -> str:
     for position, character in enumerate(text):
         if 0xD800 <= ord(character) <= 0xDFFF:
             code = f"U+{ord(character):04X}"
             return f"the text is not valid Unicode: character {position} is the lone surrogate {code}"
-    return "the text is not a string that can be encoded"
+    raise AssertionError("a text that the library refuses has no lone surrogate")

@@ -93,11 +93,13 @@ def _assistant_message(message: ChatMessage, path: str, called: dict[str, str]) 
             raise bad_request("'function_call' and 'tool_calls' exclude each other.", f"{path}.function_call")
         call_id = f"call{len(called):05d}"
         calls = [_call(call_id, message.function_call, f"{path}.function_call")]
+    ids: set[str] = set()
     for index, call in enumerate(calls):
-        if any(call["id"] == earlier["id"] for earlier in calls[:index]):
+        if call["id"] in ids:
             raise bad_request(
                 f"The tool call id {call['id'][:_SHOWN]!r} is used twice.", f"{path}.tool_calls[{index}].id"
             )
+        ids.add(call["id"])
     called.update({call["id"]: call["function"]["name"] for call in calls})
     if calls:
         rendered["tool_calls"] = calls

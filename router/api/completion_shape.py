@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.messages import TokenLogprobs
 from router.api.choices import ChoiceDelta
-from router.api.generation import GenerationSpec
+from router.api.generation_spec import GenerationSpec
 from router.api.logprobs import completion_logprobs
 from router.api.respond import FinishedChoice
 from router.api.schemas import CompletionRequest

@@ -12,11 +12,15 @@ from starlette.responses import Response
 from cluster.malformed import UNDECODABLE
 from cluster.messages import RequestError
 
+_MAX_MESSAGE_CHARACTERS = 2_000
+_MAX_PARAM_CHARACTERS = 256
+
 
 class ApiError(Exception):
     """An error the client is told about.
 
-    ``status`` is the HTTP status, ``code`` is stable, ``param`` is the path of the offending field.
+    ``status`` is the HTTP status, ``code`` is stable, ``param`` is the path of the offending field. What they
+    quote of a request is cut where it is long.
     """
 
     def __init__(
@@ -30,14 +34,19 @@ class ApiError(Exception):
         retry_after: int | None = None,  # seconds
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = _shortened(message, _MAX_MESSAGE_CHARACTERS)
         super().__init__(message)
         self.status = status
         self.message = message
         self.error_type = error_type
-        self.param = param
+        self.param = None if param is None else _shortened(param, _MAX_PARAM_CHARACTERS)
         self.code = code
         self.retry_after = retry_after
         self._headers = dict(headers or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it comes back from another process."""
+        return type(self), (self.status, self.message), self.__dict__
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
@@ -66,6 +75,12 @@ class ApiError(Exception):
         )
 
 
+def _shortened(text: str, max_characters: int) -> str:
+    if len(text) <= max_characters:
+        return text
+    return f"{text[:max_characters]}… ({len(text)} characters in all)"
+
+
 class ClientDisconnectedError(Exception):
     """The client went away before its answer was complete."""
 
@@ -92,10 +107,18 @@ def model_not_found(model: str, served: Sequence[str]) -> ApiError:
 
 
 def context_length_exceeded(
-    max_model_len: int, num_prompt_tokens: int, max_tokens: int | None, param: str
+    max_model_len: int,
+    num_prompt_tokens: int,
+    max_tokens: int | None,
+    param: str,
+    *,
+    is_least: bool = False,
 ) -> ApiError:
-    """A 400 with the numbers. ``max_tokens`` None: the caller set no limit on the completion."""
-    asked = f"{num_prompt_tokens} tokens in the {param}"
+    """A 400 with the numbers. ``max_tokens`` None: the caller set no limit on the completion.
+
+    ``is_least``: the prompt has not been tokenized, and has at least so many tokens.
+    """
+    asked = f"{'at least ' if is_least else ''}{num_prompt_tokens} tokens in the {param}"
     if max_tokens is not None:
         total = num_prompt_tokens + max_tokens
         asked = f"{total} tokens ({asked}, {max_tokens} in the completion)"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 
 import msgspec
 from starlette.requests import Request
 
 from cluster.messages import TokenOutput
-from cluster.sampling_params import SamplingParams
 from router.admission import AdmissionError
 from router.api.choices import ChoiceDelta, ChoiceText
 from router.api.errors import (
@@ -22,52 +19,13 @@ from router.api.errors import (
     no_worker,
     overloaded,
 )
+from router.api.generation_spec import GenerationSpec
 from router.api.seeds import choice_seed
 from router.api.usage import UsageCounter
-from router.api.validation import ServedModel
 from router.in_flight import Generation, SequenceRequest
 from router.policy.plan import NoWorkerError, Plan
 from router.services import RouterServices
 from text_pipeline.output_text import OutputText
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationSpec:
-    """A request in token ids, ready to dispatch. Choice ``p * n + i`` is the i-th answer to prompt p."""
-
-    response_id: str
-    endpoint: str  # "chat" | "completions", the metrics' label
-    model: ServedModel
-    prompts: list[list[int]]
-    sampling: list[SamplingParams]  # per prompt, with the request's seed: each choice gets its own
-    n: int
-    stop: tuple[str, ...]
-    skip_special_tokens: bool
-    include_stop_in_output: bool
-    cache_salt: str
-    continues_prompt_text: bool  # the answer is the rest of the prompt's text, not a message of its own
-    timeout_ms: float
-    received_at: float  # time.perf_counter()
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def num_choices(self) -> int:
-        """Sequences to generate."""
-        return len(self.prompts) * self.n
-
-    def text_before(self, index: int) -> Sequence[int]:
-        """The tokens whose text choice ``index`` goes on with."""
-        return self.prompts[index // self.n] if self.continues_prompt_text else ()
-
-    @property
-    def system_fingerprint(self) -> str:
-        """Names the weights that answer."""
-        return f"fp_{self.model.fingerprint[:10]}"
-
-
-def new_response_id(prefix: str) -> str:
-    """A fresh id such as ``chatcmpl-4f…``; never the client's own, which need not be unique."""
-    return f"{prefix}-{secrets.token_hex(16)}"
 
 
 def request_timeout_ms(request: Request, limit_ms: int) -> float:
@@ -178,6 +136,7 @@ class ActiveGeneration:
             prompt_token_ids=spec.prompts[prompt],
             sampling=sampling,
             cache_salt=spec.cache_salt,
+            hashes=spec.hashes[prompt],
         )
 
     def _choice_text(self, index: int) -> ChoiceText:
@@ -185,7 +144,7 @@ class ActiveGeneration:
         sampling = spec.sampling[index // spec.n]
         output_text = OutputText(
             self._services.text_model.tokenizer,
-            stops=spec.stop,
+            stop_strings=spec.stop_strings,
             include_stop=spec.include_stop_in_output,
             min_tokens=sampling.min_tokens,
             skip_special_tokens=spec.skip_special_tokens,

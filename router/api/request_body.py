@@ -1,20 +1,15 @@
-"""Read one request body: bounded, decoded, and checked against its schema."""
+"""Read one request body, bounded."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
 
-import msgspec
-from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from router.api.content_encoding import BodyDecoder
-from router.api.errors import ApiError, ClientDisconnectedError, bad_request, from_validation
+from router.api.errors import ApiError, ClientDisconnectedError
 from router.api.generation import request_timeout_ms
 from router.services import RouterLimits
-
-Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read_body(request: Request, limits: RouterLimits) -> bytes:
@@ -57,20 +52,6 @@ async def read_body(request: Request, limits: RouterLimits) -> bytes:
         ) from error
     decoder.finish()
     return bytes(body)
-
-
-def parse_body(data: bytes, schema: type[Body]) -> Body:
-    """Decode and check a JSON body. Raises ApiError (400) that names the field."""
-    try:
-        body = msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise bad_request(f"The body is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise bad_request(f"The body must be a JSON object, not {type(body).__name__}.", code="invalid_json")
-    try:
-        return schema.model_validate(body)
-    except ValidationError as error:
-        raise from_validation(error, body) from error
 
 
 def _too_large(max_bytes: int) -> ApiError:

@@ -18,7 +18,6 @@ from cluster.sampling_params import (
     MIN_REPETITION_PENALTY,
 )
 
-MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 20
 

@@ -11,17 +11,14 @@ from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from cluster.sampling_params import SamplingParams
 from router.api.errors import bad_request, context_length_exceeded, unsupported
 from router.api.schemas import (
-    MAX_STOP_STRINGS,
     ChatCompletionRequest,
     CompletionRequest,
     SamplingFields,
 )
 from router.api.unsupported_fields import check_extra_fields
+from text_pipeline.stop_strings import StopStrings
 
 _Number = TypeVar("_Number", int, float)
-
-_MAX_STOP_TOKEN_IDS = 128
-_MAX_LOGIT_BIAS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,17 +98,15 @@ def check_prompt_token_ids(token_ids: Sequence[int], vocab_size: int, param: str
         )
 
 
-def stop_strings(body: SamplingFields) -> tuple[str, ...]:
-    """The stop strings, checked."""
+def stop_strings(body: SamplingFields) -> StopStrings:
+    """The stop strings and their automata, one for all choices. Raises ApiError (400) for an empty one."""
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
-    if len(stop) > MAX_STOP_STRINGS:
-        raise bad_request(f"At most {MAX_STOP_STRINGS} stop strings are allowed, got {len(stop)}.", "stop")
     for index, text in enumerate(stop):
         if not text:
             raise bad_request(
                 "Stop strings must not be empty.", "stop" if isinstance(body.stop, str) else f"stop[{index}]"
             )
-    return tuple(stop)
+    return StopStrings(stop)
 
 
 def resolve_max_tokens(
@@ -142,8 +137,6 @@ def sampling_params(
             f"'min_tokens' is {min_tokens}, but at most {max_tokens} tokens will be generated.", "min_tokens"
         )
     stop_token_ids = tuple(body.stop_token_ids or ())
-    if len(stop_token_ids) > _MAX_STOP_TOKEN_IDS:
-        raise bad_request(f"At most {_MAX_STOP_TOKEN_IDS} stop token ids are allowed.", "stop_token_ids")
     for index, token_id in enumerate(stop_token_ids):
         if not 0 <= token_id < model.vocab_size:
             raise bad_request(
@@ -178,8 +171,6 @@ def _first(given: _Number | None, default: _Number) -> _Number:
 def _logit_bias(raw: dict[str, float] | None, model: ServedModel) -> dict[int, float]:
     if not raw:
         return {}
-    if len(raw) > _MAX_LOGIT_BIAS:
-        raise bad_request(f"At most {_MAX_LOGIT_BIAS} entries are allowed, got {len(raw)}.", "logit_bias")
     bias: dict[int, float] = {}
     for key, value in raw.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10) or int(key) >= model.vocab_size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -19,8 +20,8 @@ from router.app import create_app
 from router.http_protocol import HttpLimits
 from router.http_server import HttpServer, bind_listener, listener_url
 from router.policy.choose_workers import PolicySettings
-from router.process import load_text_model_of
 from router.services import RouterLimits, RouterServices, build_services
+from router.text_model_files import load_text_model_of
 from tests.router.factories import model_identity
 from tests.router.scripted_worker import ScriptedWorker, until
 from text_pipeline.text_model import TextModel
@@ -130,6 +131,7 @@ async def _running(
         router_id="router-0",
         model_name=MODEL,
         text_model=text_model,
+        load_text_model=functools.partial(load_text_model_of, resolve_model(BUNDLED_MODEL)),
         limits=RouterLimits(**limits),
         settings=PolicySettings(local_prefill_max_tokens=16),
         connect=connect,
@@ -155,6 +157,7 @@ async def _running(
         server.stop_accepting()
         services.dispatcher.close_all("shutdown")
         await serving
+        await services.body_workers.close()
         services.view.close()
         for worker in router.workers:
             await worker.stop()

@@ -129,12 +129,12 @@ async def test_text_that_is_held_back_is_silence(
     async def script(message: Any) -> AsyncIterator[dict[str, Any]]:
         while not shown.is_set():
             yield {"token_ids": [token]}
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(0.01)
         async for fields in answer([EOS])(message):
             yield fields
 
     router = await start_router(make_worker(script=script), **OFTEN)
-    async with stream(router, stop=" a" * 2000 + "!") as response:
+    async with stream(router, stop=" a" * 500 + "!") as response:
         lines = response.aiter_lines()
         await comments(lines, 3)
         shown.set()

@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from text_pipeline.output_text import OutputText
+from text_pipeline.stop_strings import StopStrings
 from text_pipeline.tokenizer import Tokenizer
 
 
 def test_tokens_after_the_stop_are_dropped(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("One two.\nThree four.")
     newline = ids.index(tokenizer.encode("\n")[0])
-    output = OutputText(tokenizer, stops=["\n"])
+    output = OutputText(tokenizer, stop_strings=StopStrings(["\n"]))
     delta = output.push(ids)
     assert (delta.text, delta.stop, delta.num_tokens_kept) == ("One two.", "\n", newline + 1)
     assert output.num_tokens == newline + 1
@@ -24,7 +25,7 @@ def test_tokens_after_the_stop_are_dropped(tokenizer: Tokenizer) -> None:
 
 
 def test_held_back_text_comes_at_the_end(tokenizer: Tokenizer) -> None:
-    output = OutputText(tokenizer, stops=["END of it"])
+    output = OutputText(tokenizer, stop_strings=StopStrings(["END of it"]))
     ids = tokenizer.encode("Not the END of")
     texts = [output.push([token_id]).text for token_id in ids]
     assert "".join(texts) == "Not the "
@@ -33,7 +34,7 @@ def test_held_back_text_comes_at_the_end(tokenizer: Tokenizer) -> None:
 
 
 def test_include_stop(tokenizer: Tokenizer) -> None:
-    output = OutputText(tokenizer, stops=["two"], include_stop=True)
+    output = OutputText(tokenizer, stop_strings=StopStrings(["two"]), include_stop=True)
     assert output.push(tokenizer.encode("one two three")).text == "one two"
 
 
@@ -42,7 +43,7 @@ def test_unfinished_character_at_the_end(tokenizer: Tokenizer) -> None:
     output = OutputText(tokenizer)
     assert output.push(ids[:-1]).text == "ab"
     assert output.finish().text == "\ufffd"
-    stopped = OutputText(tokenizer, stops=["\ufffd"])
+    stopped = OutputText(tokenizer, stop_strings=StopStrings(["\ufffd"]))
     stopped.push(ids[:-1])
     assert stopped.finish().stop == "\ufffd"
 
@@ -51,10 +52,10 @@ def test_min_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("1111")
     assert len(ids) == 4
     for min_tokens, kept in ((0, 1), (1, 1), (2, 2), (4, 4)):
-        output = OutputText(tokenizer, stops=["1"], min_tokens=min_tokens)
+        output = OutputText(tokenizer, stop_strings=StopStrings(["1"]), min_tokens=min_tokens)
         delta = output.push(ids)
         assert (delta.num_tokens_kept, delta.text) == (kept, "1" * (kept - 1))
-    output = OutputText(tokenizer, stops=["1"], min_tokens=5)
+    output = OutputText(tokenizer, stop_strings=StopStrings(["1"]), min_tokens=5)
     assert output.push(ids).stop is None
 
 
@@ -67,7 +68,7 @@ def test_special_tokens(tokenizer: Tokenizer) -> None:
 
 def test_empty_stop_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="empty"):
-        OutputText(tokenizer, stops=[""])
+        OutputText(tokenizer, stop_strings=StopStrings([""]))
 
 
 @settings(max_examples=100, deadline=None)
@@ -80,7 +81,7 @@ def test_any_chunking_gives_the_same(
     tokenizer: Tokenizer, text: str, stops: list[str], sizes: list[int]
 ) -> None:
     ids = tokenizer.encode(text)
-    output = OutputText(tokenizer, stops=stops)
+    output = OutputText(tokenizer, stop_strings=StopStrings(stops))
     streamed, kept, position = "", 0, 0
     while position < len(ids):
         size = sizes[kept % len(sizes)]

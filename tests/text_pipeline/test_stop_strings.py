@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from text_pipeline.stop_strings import StopStringMatcher
+from text_pipeline.stop_strings import StopStringMatcher, StopStrings
 
 
 def oracle(text: str, stops: list[str], include_stop: bool) -> tuple[str, str | None]:
@@ -34,7 +34,7 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=6), max_size=4)
     text=SMALL_TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=8), include_stop=st.booleans()
 )
 def test_any_chunking_equals_oracle(text: str, stops: list[str], cuts: list[int], include_stop: bool) -> None:
-    matcher = StopStringMatcher(stops, include_stop=include_stop)
+    matcher = StopStringMatcher(StopStrings(stops), include_stop=include_stop)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     emitted, matched = "", None
     for start, end in itertools.pairwise(edges):
@@ -50,18 +50,18 @@ def test_any_chunking_equals_oracle(text: str, stops: list[str], cuts: list[int]
 
 
 def test_earliest_completion_wins_not_earliest_start() -> None:
-    result = StopStringMatcher(["abcdef", "cd"]).push("xabcdef")
+    result = StopStringMatcher(StopStrings(["abcdef", "cd"])).push("xabcdef")
     assert (result.text, result.matched) == ("xab", "cd")
 
 
 def test_ties_go_by_list_order() -> None:
-    assert StopStringMatcher(["bc", "abc"]).push("abc").matched == "bc"
-    result = StopStringMatcher(["abc", "bc"]).push("abc")
+    assert StopStringMatcher(StopStrings(["bc", "abc"])).push("abc").matched == "bc"
+    result = StopStringMatcher(StopStrings(["abc", "bc"])).push("abc")
     assert (result.text, result.matched) == ("", "abc")
 
 
 def test_holds_back_a_real_prefix_only() -> None:
-    matcher = StopStringMatcher(["</answer>"])
+    matcher = StopStringMatcher(StopStrings(["</answer>"]))
     assert matcher.push("x < y").text == "x < y"
     assert matcher.push("<").text == ""
     assert matcher.push("/b>").text == "</b>"
@@ -70,7 +70,7 @@ def test_holds_back_a_real_prefix_only() -> None:
 
 
 def test_after_a_match_text_is_dropped() -> None:
-    matcher = StopStringMatcher(["\n\n"], include_stop=True)
+    matcher = StopStringMatcher(StopStrings(["\n\n"]), include_stop=True)
     assert matcher.push("a\n\nb").text == "a\n\n"
     again = matcher.push("more")
     assert (again.text, again.matched) == ("", "\n\n")
@@ -78,9 +78,9 @@ def test_after_a_match_text_is_dropped() -> None:
 
 
 def test_no_stops_pass_everything() -> None:
-    assert StopStringMatcher([]).push("abc").text == "abc"
+    assert StopStringMatcher(StopStrings([])).push("abc").text == "abc"
 
 
 def test_empty_stop_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
-        StopStringMatcher(["a", ""])
+        StopStringMatcher(StopStrings(["a", ""]))

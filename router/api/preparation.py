@@ -1,0 +1,244 @@
+"""From a body's bytes to what is to be generated: parse, check, render, tokenize, hash.
+
+All of it grows with the body. These functions run where they are called, which for a body that is not small
+is another process; so they take data and return data, and know nothing of the router around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel
+
+from router.api.body_limits import BodyLimits, check_counts, check_request_tokens
+from router.api.chat_messages import chat_messages, fit_to_template
+from router.api.errors import ApiError, bad_request, context_length_exceeded, model_not_found
+from router.api.generation_spec import GenerationSpec, new_response_id
+from router.api.json_body import parse_body
+from router.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
+from router.api.validation import (
+    ServedModel,
+    check_chat_supported,
+    check_completion_supported,
+    check_prompt_token_ids,
+    completion_prompts,
+    resolve_max_tokens,
+    sampling_params,
+    stop_strings,
+)
+from router.prompt_hashes import HashGroup, PromptHashes
+from text_pipeline.chat_template import ChatTemplateError
+from text_pipeline.text_model import TextModel
+from text_pipeline.tokenizer import TokenizerError
+
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_TEMPLATE_VARIABLES = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "self",
+    "bos_token",
+    "eos_token",
+)  # what a request may not set
+
+BodyT = TypeVar("BodyT", bound=SamplingFields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparationContext:
+    """All that a preparation knows of the router: a snapshot, which may go to another process."""
+
+    model_name: str
+    model: ServedModel | None
+    unavailable: ApiError | None  # why there is no model
+    limits: BodyLimits
+    hash_groups: tuple[HashGroup, ...]
+    timeout_ms: float
+    received_at: float  # time.perf_counter()
+
+    def served_model(self, name: str) -> ServedModel:
+        """The limits of the model ``name``. Raises ApiError: 404 if unknown, 503 if not ready."""
+        if name != self.model_name:
+            raise model_not_found(name, [self.model_name])
+        if self.model is None:
+            assert self.unavailable is not None
+            raise self.unavailable
+        return self.model
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[BodyT]):
+    """``spec`` and what shapes the answer: the body without its contents, and the texts to echo, if any."""
+
+    spec: GenerationSpec
+    body: BodyT
+    echo: tuple[str, ...] = ()
+
+
+def prepare_chat(
+    text_model: TextModel, context: PreparationContext, data: bytes
+) -> Prepared[ChatCompletionRequest]:
+    """Prepare ``POST /v1/chat/completions``. Raises ApiError."""
+    body = parse_body(data, ChatCompletionRequest, lambda raw: _check_counts(raw, context))
+    check_chat_supported(body)
+    messages = chat_messages(body.messages)
+    model = context.served_model(body.model)
+    prompt = _encode_chat(text_model, body, messages, model)
+    check_prompt_token_ids(prompt, model.vocab_size, "messages")
+    requested = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    max_tokens = resolve_max_tokens(requested, None, len(prompt), model, "messages")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    spec = GenerationSpec(
+        response_id=new_response_id("chatcmpl"),
+        endpoint="chat",
+        model=model,
+        prompts=[prompt],
+        hashes=[_hashes(prompt, body, context)],
+        sampling=[sampling_params(body, model, max_tokens=max_tokens, logprobs=logprobs)],
+        n=_num_choices(body, context.limits),
+        stop_strings=stop_strings(body),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        include_stop_in_output=bool(body.include_stop_str_in_output),
+        cache_salt=body.cache_salt or "",
+        continues_prompt_text=False,
+        timeout_ms=context.timeout_ms,
+        received_at=context.received_at,
+    )
+    return Prepared(spec, without_contents(body))
+
+
+def prepare_completion(
+    text_model: TextModel, context: PreparationContext, data: bytes
+) -> Prepared[CompletionRequest]:
+    """Prepare ``POST /v1/completions``. Raises ApiError."""
+    body = parse_body(data, CompletionRequest, lambda raw: _check_counts(raw, context))
+    check_completion_supported(body)
+    prompts = completion_prompts(body)
+    model = context.served_model(body.model)
+    token_ids = _encode_prompts(text_model, body, prompts, model)
+    sampling = []
+    for index, prompt in enumerate(token_ids):
+        param = _prompt_param(index, len(prompts))
+        check_prompt_token_ids(prompt, model.vocab_size, param)
+        max_tokens = resolve_max_tokens(
+            body.max_tokens, _DEFAULT_COMPLETION_TOKENS, len(prompt), model, param
+        )
+        sampling.append(sampling_params(body, model, max_tokens=max_tokens, logprobs=body.logprobs))
+    spec = GenerationSpec(
+        response_id=new_response_id("cmpl"),
+        endpoint="completions",
+        model=model,
+        prompts=token_ids,
+        hashes=[_hashes(prompt, body, context) for prompt in token_ids],
+        sampling=sampling,
+        n=_num_choices(body, context.limits),
+        stop_strings=stop_strings(body),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        include_stop_in_output=bool(body.include_stop_str_in_output),
+        cache_salt=body.cache_salt or "",
+        continues_prompt_text=True,
+        timeout_ms=context.timeout_ms,
+        received_at=context.received_at,
+    )
+    echo = [
+        prompt if isinstance(prompt, str) else text_model.tokenizer.decode(prompt)
+        for prompt in (prompts if body.echo else ())
+    ]
+    return Prepared(spec, without_contents(body), tuple(echo))
+
+
+def without_contents(body: BodyT) -> BodyT:
+    """``body`` with its flags and numbers only: it goes to a process where nothing large may be unpacked."""
+    kept: dict[str, Any] = {}
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        if name in body.model_fields_set and isinstance(value, bool | int | float | BaseModel):
+            kept[name] = value
+    return type(body).model_construct(None, **kept)
+
+
+def _check_counts(raw: dict[str, Any], context: PreparationContext) -> None:
+    check_counts(raw, context.limits, None if context.model is None else context.model.max_model_len)
+
+
+def _num_choices(body: SamplingFields, limits: BodyLimits) -> int:
+    n = body.n or 1
+    if n > limits.max_n:
+        raise bad_request(f"'n' is {n}, but at most {limits.max_n} choices are allowed.", "n")
+    return n
+
+
+def _hashes(prompt: list[int], body: SamplingFields, context: PreparationContext) -> PromptHashes:
+    hashes = PromptHashes(prompt, body.cache_salt or "")
+    for group in context.hash_groups:
+        hashes.of(group)
+    return hashes
+
+
+def _encode_chat(
+    text_model: TextModel, body: ChatCompletionRequest, messages: list[dict[str, Any]], model: ServedModel
+) -> list[int]:
+    template = text_model.chat_template
+    if template is None:
+        raise bad_request(
+            f"The model {body.model!r} has no chat template; use /v1/completions.",
+            "model",
+            "no_chat_template",
+        )
+    variables = body.chat_template_kwargs or {}
+    for name in _TEMPLATE_VARIABLES:
+        if name in variables:
+            raise bad_request(
+                f"{name!r} cannot be set through 'chat_template_kwargs'.", f"chat_template_kwargs.{name}"
+            )
+    messages = fit_to_template(messages, template)
+    try:
+        rendered = text_model.render_chat(
+            messages, add_generation_prompt=body.add_generation_prompt is not False, **variables
+        )
+        _check_fits(text_model, rendered.text, model, "messages")
+        return rendered.encode()
+    except ChatTemplateError as error:
+        raise bad_request(f"The messages cannot be rendered: {error}", "messages") from error
+    except TokenizerError as error:
+        raise bad_request(f"The messages cannot be tokenized: {error}", "messages") from error
+
+
+def _encode_prompts(
+    text_model: TextModel,
+    body: CompletionRequest,
+    prompts: Sequence[str] | Sequence[list[int]],
+    model: ServedModel,
+) -> list[list[int]]:
+    """A raw prompt may spell special tokens, as in other engines: its author writes the template."""
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            _check_fits(text_model, prompt, model, _prompt_param(index, len(prompts)))
+    encoded: list[list[int]] = []
+    num_tokens = 0
+    for prompt in prompts:
+        try:
+            encoded.append(
+                text_model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+                if isinstance(prompt, str)
+                else prompt
+            )
+        except TokenizerError as error:
+            raise bad_request(f"The prompt cannot be tokenized: {error}", "prompt") from error
+        num_tokens += len(encoded[-1])
+        if len(prompts) > 1:
+            check_request_tokens(num_tokens, model.max_model_len, "prompt")
+    return encoded
+
+
+def _check_fits(text_model: TextModel, text: str, model: ServedModel, param: str) -> None:
+    """Refuse a text that has more bytes than the context's tokens could stand for, before it is tokenized."""
+    least = text_model.min_token_count.of(text)
+    if least >= model.max_model_len:
+        raise context_length_exceeded(model.max_model_len, least, None, param, is_least=True)
+
+
+def _prompt_param(index: int, num_prompts: int) -> str:
+    return "prompt" if num_prompts == 1 else f"prompt[{index}]"

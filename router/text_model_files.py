@@ -1,0 +1,18 @@
+"""Loads the text side of a model from its files, without its weights."""
+
+from __future__ import annotations
+
+from cluster.gguf import GgufFile
+from cluster.model_source import ModelSource
+from text_pipeline.text_model import TextModel, load_text_model
+
+
+def load_text_model_of(source: ModelSource) -> TextModel:
+    """Tokenizer and chat template of a model on disk.
+
+    Raises TokenizerError, ChatTemplateError, GgufFormatError.
+    """
+    if source.kind == "hf":
+        return load_text_model("hf", source.path)
+    with GgufFile.open(source.path) as gguf:
+        return load_text_model("gguf", source.path, gguf.metadata)
