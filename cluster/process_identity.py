@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -73,6 +74,11 @@ class LivenessProbe:
         _keep_alive(writer)
         self._open[key] = (reader, writer)
         return False
+
+    def keep_only(self, lives: Collection[tuple[str, int]]) -> None:
+        """Close the connections to all but these workers' lives (id, incarnation): nobody asks for them."""
+        for key in self._open.keys() - set(lives):
+            self._open.pop(key)[1].close()
 
     def close(self) -> None:
         """Close all connections."""

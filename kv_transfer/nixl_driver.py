@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.members import WorkerRecord
+from cluster.problem_log import ProblemLog
 from kv_transfer.descriptors import BlockCopy, check_remote_copies
 from kv_transfer.nixl_agent import AgentSettings, create_agent, forget_remote_agent, load_remote_agent
 from kv_transfer.nixl_connection import Connection, Drain, Write, WritePurpose
@@ -63,6 +64,7 @@ class NixlDriver:
         self._writes: set[Write] = set()
         self._closing: dict[Peer, Connection] = {}  # no longer peers, but writes of blocks are not over
         self._drains: list[Drain] = []
+        self._problems = ProblemLog(logger)
         self._unreleased: list[Any] = []  # handles of writes that NIXL would not cancel yet
 
     @property
@@ -346,15 +348,17 @@ class NixlDriver:
             if not payloads:
                 continue
             if sender not in names or self.handler is None:
-                logger.warning("dropped %d notifications from agent %s", len(payloads), sender)
+                message = "dropped %d notifications from agent %s"
+                self._problems.report(("unknown agent", sender), message, len(payloads), sender)
                 self._count(notifications_dropped=len(payloads))
                 continue
             self._count(notifications_received=len(payloads))
             for payload in payloads:
                 try:
                     self.handler(payload)
-                except Exception:
-                    logger.exception("the handler of a notification from %s failed", sender)
+                except Exception as error:
+                    message, level = "the handler of a notification from %s failed", logging.ERROR
+                    self._problems.report("handler", message, sender, level=level, error=error)
 
     def _is_over(self, drain: Drain) -> bool:
         return time.perf_counter() >= drain.ends_at and self._polls >= drain.ends_at_poll
