@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster import process_identity
@@ -195,10 +196,30 @@ async def test_a_frozen_process_elsewhere_is_alive_however_often_it_is_asked_for
     await until_async(lambda: probe.is_gone(record))
 
 
+async def test_connections_are_kept_to_those_in_question_only(
+    listener: socket.socket, probe: LivenessProbe
+) -> None:
+    before = psutil.Process().num_fds()
+    records = [worker_record(f"w{i}", address=address_of(listener), process=FAR_AWAY) for i in range(20)]
+    for record in records:
+        assert not await probe.is_gone(record)
+    assert psutil.Process().num_fds() == before + 20
+    probe.keep_only([(records[0].id, records[0].incarnation), ("never asked for", 1)])
+    await until_async(lambda: has_open(before + 1))
+    assert not await probe.is_gone(records[0])
+    assert psutil.Process().num_fds() == before + 1
+    probe.keep_only([])
+    await until_async(lambda: has_open(before))
+
+
+async def has_open(num_files: int) -> bool:
+    return psutil.Process().num_fds() == num_files
+
+
 async def until_async(holds: Callable[[], Awaitable[bool]]) -> None:
     """Poll: the end of the other side arrives in its own time."""
     for _ in range(1000):
         if await holds():
             return
         await asyncio.sleep(0.005)
-    raise AssertionError("it is still taken for alive")
+    raise AssertionError("it is still not so")
