@@ -39,6 +39,8 @@ def is_running(process: str) -> bool | None:
     start_time = process.rpartition("/")[2]
     try:
         return _start_time(int(rest)) == start_time
+    except ValueError:
+        return None  # it is no process of any machine
     except OSError:
         return False
 

@@ -106,6 +106,12 @@ def test_an_identity_of_nothing_here(process: str) -> None:
     assert is_running(process) is None
 
 
+def test_an_identity_without_a_process_id_is_of_nothing() -> None:
+    boot, namespace, _, start_time = own_process().split("/")
+    assert is_running(f"{boot}/{namespace}/x/{start_time}") is None
+    assert is_running(f"{boot}/{namespace}//") is None
+
+
 def test_without_proc_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     own = own_process()
     monkeypatch.setattr(process_identity, "_PROC", tmp_path)
