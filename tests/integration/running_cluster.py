@@ -20,6 +20,7 @@ import psutil
 
 MODEL = "smollm2-135m-instruct"
 START_TIMEOUT_S = 120.0
+_PATIENCE_S = 90.0  # only so that a broken test ends
 
 
 class RunningCluster:
@@ -124,13 +125,13 @@ class RunningCluster:
                 leaks[worker["id"]] = counts
         return leaks
 
-    def wait_until_idle(self, timeout_s: float = 15.0) -> None:
+    def wait_until_idle(self, timeout_s: float = _PATIENCE_S) -> None:
         """Until all workers are there and no block is in use. Fails with what is leaked."""
         self.wait_until(
             lambda: len(self.workers()) == self.num_workers and not self.leaked_blocks(), timeout_s
         )
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = _PATIENCE_S) -> None:
         """Poll ``condition``; fails with the workers' state and the end of the log."""
         give_up_at = time.monotonic() + timeout_s
         while not condition():
