@@ -55,6 +55,10 @@ class LocalCluster:
     ) -> None:
         self._events = events
         self._registry = EmbeddedRegistry() if own_registry else None
+        # One client, and without certificates to load: the router is asked often.
+        self._client = httpx.AsyncClient(
+            timeout=5, trust_env=False, verify=False, limits=httpx.Limits(max_keepalive_connections=0)
+        )
         self._config = config
         self._log_folder = log_folder
         self._children: dict[str, ChildProcess] = {}
@@ -105,11 +109,10 @@ class LocalCluster:
     async def cluster_state(self) -> dict[str, Any] | None:
         """The router's ``/cluster``; None if it does not answer."""
         try:
-            async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
-                response = await client.get(f"{self.url}/cluster")
-                response.raise_for_status()
-                state: dict[str, Any] = response.json()
-                return state
+            response = await self._client.get(f"{self.url}/cluster")
+            response.raise_for_status()
+            state: dict[str, Any] = response.json()
+            return state
         except (httpx.HTTPError, ValueError):
             return None
 
@@ -125,6 +128,7 @@ class LocalCluster:
         await self._terminate(workers, self._config.worker.drain_grace_ms / 1000 + _KILL_GRACE_S)
         if self._registry is not None:
             self._registry.stop()
+        await self._client.aclose()
 
     def kill(self) -> None:
         """Stop everything at once."""
