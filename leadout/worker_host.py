@@ -22,6 +22,7 @@ from cluster.model_source import ModelSource
 from cluster.problem_log import ProblemLog
 from cluster.process_identity import LivenessProbe, own_process
 from cluster.registry import Registry, RegistryUnavailableError
+from cluster.signals import on_signal
 from cluster.worker_shell import WorkerShell
 from engine.create_engine import CreatedEngine
 from engine.engine_commands import EngineCommands
@@ -73,7 +74,7 @@ class WorkerHost:
         """Serve until SIGTERM or SIGINT, then drain; 1 if the engine failed."""
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._on_signal)
+            on_signal(number, self._on_signal)
         config, created = self._config, self._created
         self._metrics = WorkerMetrics(self._role_name)
         self._registry = Registry(config.registry, self._clock)
