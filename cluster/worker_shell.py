@@ -120,7 +120,7 @@ class WorkerShell:
         for router, subscriber in list(self._subscribers.items()):
             is_registered = (router, subscriber.incarnation) in self._registered_routers
             if subscriber.renewed_at < oldest and not is_registered:
-                self._problems.report(("lost", router), "router %s is lost", router)
+                self._problems.report(("lost", router, subscriber.incarnation), "router %s is lost", router)
                 del self._subscribers[router]
                 self._on_router_lost(router, subscriber.incarnation)
                 self._rpc.forget(router)

@@ -156,11 +156,9 @@ class NixlDriver:
                 self._check(write)
         for connection in self.peers.snapshot().values():
             if connection.waiters and time.perf_counter() - connection.started_at > self._warm_up_timeout_s:
-                logger.warning(
-                    "%s did not answer within %.1f s; going on without a warm path to it",
-                    describe(connection.peer),
-                    self._warm_up_timeout_s,
-                )
+                message = "%s did not answer within %.1f s; going on without a warm path to it"
+                name, limit_s = describe(connection.peer), self._warm_up_timeout_s
+                self._problems.report(("cold", connection.peer), message, name, limit_s)
                 _complete(connection.waiters)
         for connection in list(self._closing.values()):
             self._finish_closing(connection)
@@ -269,21 +267,23 @@ class NixlDriver:
         """Drop a peer whose connection does not work. ``future`` belongs to a write that was never posted."""
         peer = connection.peer
         if connection in (self.peers.get(peer), self._closing.get(peer)):
-            logger.warning("dropping peer %s: %s", describe(peer), reason)
-            self._count(peers_failed=1)
+            self._note_failed(peer, reason)
             self._drop(connection, reason)
         if future is not None:
             self._count(writes_failed=1)
             future.set_exception(TransferError(f"{describe(peer)}: {reason}"))
         return TransferError(f"{describe(peer)}: {reason}")
 
+    def _note_failed(self, peer: Peer, reason: str) -> None:
+        self._problems.report(("failed", peer), "dropping peer %s: %s", describe(peer), reason)
+        self._count(peers_failed=1)
+
     def _abandon(self, write: Write) -> None:
         """Fail a write that has run out of time. It may still land, so it is watched until it is over."""
         connection, write.is_abandoned = write.connection, True
         reason = f"a write of {write.num_bytes} bytes was not done after {self._transfer_timeout_s} s"
         if connection.peer not in self._closing:
-            logger.warning("dropping peer %s: %s", describe(connection.peer), reason)
-            self._count(peers_failed=1)
+            self._note_failed(connection.peer, reason)
         if write.future is not None:
             self._count(writes_failed=1)
             write.future.set_exception(

@@ -107,7 +107,9 @@ class PeerConnections:
             if connection.is_known_to_hang:
                 connection.is_known_to_hang = False
                 record = connection.record
-                self._problems.over(("absent", record.id), "%s worker %s is back", record.role, record.id)
+                self._problems.over(
+                    ("absent", connection.peer), "%s worker %s is back", record.role, record.id
+                )
             if connection.state == "connected" and not connection.is_announced:
                 self._announce(connection)
         for worker_id, record in wanted.items():
@@ -194,7 +196,7 @@ class PeerConnections:
         elif not connection.is_known_to_hang:
             connection.is_known_to_hang, connection.is_announced = True, False
             self._problems.report(
-                ("absent", connection.record.id),
+                ("absent", connection.peer),
                 "%s worker %s has lost its lease, but is not known to be dead: blocks that it may still "
                 "write stay in quarantine",
                 connection.record.role,

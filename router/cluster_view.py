@@ -180,7 +180,8 @@ class ClusterView:
             self._on_dropped("old_incarnation" if old else "unknown_incarnation")
             return
         if not view.is_reachable:
-            self._problems.over(("reach", envelope.sender), "worker %s is reachable again", envelope.sender)
+            key = ("reach", envelope.sender, envelope.incarnation)
+            self._problems.over(key, "worker %s is reachable again", envelope.sender)
             view.is_reachable = True
         message = envelope.message
         if isinstance(message, TokenBatch):
@@ -229,7 +230,8 @@ class ClusterView:
         view = self._workers.get(record.id)
         if view is None or view.record.incarnation != record.incarnation or not view.is_reachable:
             return
-        self._problems.report(("reach", record.id), "worker %s is unreachable", record.id)
+        key = ("reach", record.id, record.incarnation)
+        self._problems.report(key, "worker %s is unreachable", record.id)
         view.is_reachable = False
         view.kv_sequence = None  # events may be lost: the next renewal asks for the whole cache
         self._on_worker_lost(record.id)
