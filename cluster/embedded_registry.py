@@ -6,14 +6,14 @@ import contextlib
 import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
 from cluster.end_with_parent import end_with_parent
+from cluster.owned_folders import abandoned_folders, create_owned_folder, remove_abandoned
 
+_FOLDER_PREFIX = "leadout-registry-"
 _START_TIMEOUT_S = 10.0
-_STOP_TIMEOUT_S = 5.0
 
 
 class EmbeddedRegistryError(RuntimeError):
@@ -48,7 +48,9 @@ class EmbeddedRegistry:
             return
         binary = find_server_binary()
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="leadout-registry-"))  # mode 0700
+            for abandoned in abandoned_folders(_FOLDER_PREFIX):  # of processes that were killed
+                remove_abandoned(abandoned)
+            self._folder = create_owned_folder(_FOLDER_PREFIX)
         path = self._folder / "registry.sock"
         log = self._folder / "log"
         with log.open("wb") as log_file:
@@ -79,12 +81,8 @@ class EmbeddedRegistry:
     def stop(self) -> None:
         """End the server and remove its folder. Harmless if it is not running."""
         if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._process.kill()  # it has nothing to save, and takes up to a second to end by itself
+            self._process.wait()
             self._process = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

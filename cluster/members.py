@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -47,7 +49,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     pid: int
     host: str
-    address: str  # ZeroMQ endpoint, e.g. tcp://127.0.0.1:5701
+    address: str  # where it takes messages; see check_address
     metrics_address: str  # http URL of its Prometheus endpoint, "" if none
     model: ModelIdentity
     kv_layout: KvLayout
@@ -120,3 +122,19 @@ def incompatibility(one: WorkerRecord, other: WorkerRecord) -> str | None:
         if mine != theirs:
             return f"{what} differs: {one.id} has {mine}, {other.id} has {theirs}"
     return None
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError where a worker's address is neither ``tcp://IP:port`` nor ``ipc://path``.
+
+    A host name is none: ZeroMQ would look it up in the one thread that moves everybody's messages.
+    """
+    try:
+        parts = urlsplit(address)
+        if parts.scheme == "ipc" and address != "ipc://":
+            return
+        if parts.scheme != "tcp" or not parts.port or parts.path or parts.query or parts.fragment:
+            raise ValueError
+        ip_address(parts.hostname or "")
+    except ValueError:
+        raise ValueError(f"{address!r} is no address of a worker, like tcp://192.0.2.1:5701") from None

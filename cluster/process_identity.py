@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -38,6 +39,8 @@ def is_running(process: str) -> bool | None:
     start_time = process.rpartition("/")[2]
     try:
         return _start_time(int(rest)) == start_time
+    except ValueError:
+        return None  # it is no process of any machine
     except OSError:
         return False
 
@@ -73,6 +76,11 @@ class LivenessProbe:
         _keep_alive(writer)
         self._open[key] = (reader, writer)
         return False
+
+    def keep_only(self, lives: Collection[tuple[str, int]]) -> None:
+        """Close the connections to all but these workers' lives (id, incarnation): nobody asks for them."""
+        for key in self._open.keys() - set(lives):
+            self._open.pop(key)[1].close()
 
     def close(self) -> None:
         """Close all connections."""

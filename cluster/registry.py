@@ -2,7 +2,8 @@
 
 Each process writes one record under its id and renews its lease; a silent process vanishes when the lease
 ends. A record carries its owner's incarnation, and an older incarnation can neither replace nor remove a
-newer one. The server may go away and come back empty: everybody keeps the last view and re-registers.
+newer one. The server may go away and come back empty, or lose some of its keys: everybody keeps the last view
+for a lease and writes its own part again. What others have written there is ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar, cast
 
@@ -19,9 +19,12 @@ import msgspec
 import redis.asyncio as redis
 from redis.exceptions import RedisError
 
+from cluster.clock import Clock, SystemClock
 from cluster.config import RegistryConfig
 from cluster.config_values import mask_password
-from cluster.members import Members, RouterRecord, WorkerRecord
+from cluster.members import Members, RouterRecord, WorkerRecord, check_address
+from cluster.problem_log import ProblemLog
+from cluster.registry_scripts import DELETE, INCARNATION_DIGITS, LIST, PUT
 
 logger = logging.getLogger(__name__)
 
@@ -31,57 +34,24 @@ _AnyRecord = TypeVar("_AnyRecord", WorkerRecord, RouterRecord)
 _CALL_TIMEOUT_S = 2.0
 _FIRST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 2.0
-_INCARNATION_DIGITS = 20  # zero-padded, so that strings compare like the numbers, which Lua cannot hold
-
-# KEYS: record, ids, channel. ARGV: incarnation, value, lease in ms, id. 0: a newer incarnation holds the id.
-_PUT = f"""
-local current = redis.call('GET', KEYS[1])
-if current and string.sub(current, 1, {_INCARNATION_DIGITS}) > ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
-if current ~= ARGV[2] then
-  redis.call('SADD', KEYS[2], ARGV[4])
-  redis.call('PUBLISH', KEYS[3], ARGV[4])
-end
-return 1
-"""
-# KEYS: record, ids, channel. ARGV: incarnation, id.
-_DELETE = f"""
-local current = redis.call('GET', KEYS[1])
-if not current or string.sub(current, 1, {_INCARNATION_DIGITS}) ~= ARGV[1] then return 0 end
-redis.call('DEL', KEYS[1])
-redis.call('SREM', KEYS[2], ARGV[2])
-redis.call('PUBLISH', KEYS[3], ARGV[2])
-return 1
-"""
-# KEYS: ids of workers, ids of routers, epoch. ARGV: key prefix, a new epoch. Drops ids whose lease ended.
-_LIST = """
-redis.call('SET', KEYS[3], ARGV[2], 'NX')
-local result = {redis.call('GET', KEYS[3])}
-for kind = 1, 2 do
-  local values = {}
-  for _, id in ipairs(redis.call('SMEMBERS', KEYS[kind])) do
-    local value = redis.call('GET', ARGV[1] .. (kind == 1 and 'worker:' or 'router:') .. id)
-    if value then table.insert(values, value) else redis.call('SREM', KEYS[kind], id) end
-  end
-  table.insert(result, values)
-end
-return result
-"""
 
 
-class RegistryUnavailableError(Exception):
+class RegistryUnavailableError(RuntimeError):
     """The registry's server does not answer."""
 
 
-class StaleIncarnationError(Exception):
+class StaleIncarnationError(RuntimeError):
     """The id belongs to a newer incarnation: this process was replaced and must end."""
 
 
 class Registry:
     """One process's view of the registry. Lives in one asyncio loop."""
 
-    def __init__(self, config: RegistryConfig) -> None:
-        """Connects at the first call."""
+    def __init__(self, config: RegistryConfig, clock: Clock | None = None) -> None:
+        """Connects at the first call. ``clock`` is the system's unless another is given."""
+        self._clock: Clock = clock or SystemClock()
+        self._problems = ProblemLog(logger, self._clock)
+        self._ignored: dict[str, str] = {}  # in the last list: what was not a record, and why
         self._lease_ms = config.lease_ms
         self._heartbeat_s = config.heartbeat_ms / 1000
         self._shown_url = mask_password(config.url)
@@ -92,20 +62,20 @@ class Registry:
         )
         # The braces put all keys of one deployment into one slot of a Redis cluster.
         self._prefix = f"{{{config.namespace}}}:"
-        self._put = self._client.register_script(_PUT)
-        self._delete = self._client.register_script(_DELETE)
-        self._list = self._client.register_script(_LIST)
+        self._put = self._client.register_script(PUT)
+        self._delete = self._client.register_script(DELETE)
+        self._list = self._client.register_script(LIST)
         self._renewals: dict[str, asyncio.Task[None]] = {}
         self._view = Members()
         self._epoch = b""
-        self._last_contact = time.monotonic()
+        self._last_contact = self._clock.monotonic()
         self._absence_counts_from = 0.0  # monotonic seconds
         self.superseded = asyncio.Event()  # set when a newer incarnation has taken over a registered id
 
     @property
     def seconds_since_contact(self) -> float:
         """Age of the last answer of the server, in seconds."""
-        return time.monotonic() - self._last_contact
+        return self._clock.monotonic() - self._last_contact
 
     async def register(self, record: Record) -> None:
         """Write the record, and renew its lease each heartbeat until ``withdraw``.
@@ -155,21 +125,26 @@ class Registry:
         need that time to register again.
         """
         was_away = self.seconds_since_contact > self._heartbeat_s * 3
-        epoch, workers, routers = await self._call(
+        epoch, workers, routers, odd_keys = await self._call(
             self._list(
                 keys=[f"{self._prefix}workers", f"{self._prefix}routers", f"{self._prefix}epoch"],
                 args=[self._prefix, secrets.token_hex(8)],
             )
         )
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if was_away or (self._epoch and epoch != self._epoch):
             self._absence_counts_from = now + self._lease_ms / 1000
         self._epoch = epoch
         known = self._view if now < self._absence_counts_from else Members()
+        ignored = {key.decode(errors="replace"): "it has another type" for key in odd_keys}
         self._view = Members(
-            workers=_merge(known.workers, _decode(workers, WorkerRecord)),
-            routers=_merge(known.routers, _decode(routers, RouterRecord)),
+            workers=_merge(known.workers, _read_all(workers, WorkerRecord, ignored)),
+            routers=_merge(known.routers, _read_all(routers, RouterRecord, ignored)),
         )
+        for key, reason in ignored.items():
+            if self._ignored.get(key) != reason:
+                logger.warning("the registry's %s is not what Leadout writes and is ignored: %s", key, reason)
+        self._ignored = ignored
         return self._view
 
     async def watch(self) -> AsyncIterator[Members]:
@@ -184,11 +159,14 @@ class Registry:
                     async with asyncio.timeout(_CALL_TIMEOUT_S):
                         await subscription.subscribe(self._channel)
                     while True:
-                        yield await self.members()
+                        members = await self.members()
                         retry_s = _FIRST_RETRY_S
+                        self._problems.over("watch", "the registry answers again")
+                        yield members
                         await self._wait_for_change(subscription)
             except (RedisError, OSError, RegistryUnavailableError) as error:
-                logger.warning(
+                self._problems.report(
+                    "watch",
                     "the registry does not answer, the last view stands (%.1f s old): %s",
                     self.seconds_since_contact,
                     str(error) or "timeout",
@@ -206,8 +184,8 @@ class Registry:
 
     async def _wait_for_change(self, subscription: redis.client.PubSub) -> None:
         """Until something is published, or one heartbeat."""
-        give_up_at = time.monotonic() + self._heartbeat_s
-        while (left := give_up_at - time.monotonic()) > 0:
+        give_up_at = self._clock.monotonic() + self._heartbeat_s
+        while (left := give_up_at - self._clock.monotonic()) > 0:
             async with asyncio.timeout(left + _CALL_TIMEOUT_S):  # it may have to connect again
                 message = await subscription.get_message(timeout=left)
             if message is not None and message["type"] == "message":
@@ -218,8 +196,9 @@ class Registry:
             await asyncio.sleep(self._heartbeat_s)
             try:
                 await self.renew(record)
+                self._problems.over(record.id, "the lease of %s is renewed again", record.id)
             except RegistryUnavailableError as error:
-                logger.warning("could not renew the lease of %s: %s", record.id, error)
+                self._problems.report(record.id, "could not renew the lease of %s: %s", record.id, error)
             except StaleIncarnationError as error:
                 logger.error("%s", error)
                 self.superseded.set()
@@ -234,7 +213,7 @@ class Registry:
             raise RegistryUnavailableError(message) from error
         except (RedisError, OSError) as error:
             raise RegistryUnavailableError(f"registry {self._shown_url}: {error}") from error
-        self._last_contact = time.monotonic()
+        self._last_contact = self._clock.monotonic()
         return result
 
     @property
@@ -242,27 +221,35 @@ class Registry:
         return f"{self._prefix}changes"
 
     def _key(self, record: Record) -> str:
-        return f"{self._prefix}{_kind(record)}:{record.id}"
+        return f"{self._prefix}{_kind(type(record))}:{record.id}"
 
     def _ids(self, record: Record) -> str:
-        return f"{self._prefix}{_kind(record)}s"
+        return f"{self._prefix}{_kind(type(record))}s"
 
 
-def _kind(record: Record) -> str:
-    return "worker" if isinstance(record, WorkerRecord) else "router"
+def _kind(record: type[Record]) -> str:
+    return "worker" if record is WorkerRecord else "router"
 
 
 def _incarnation(record: Record) -> str:
-    return f"{record.incarnation:0{_INCARNATION_DIGITS}d}"
+    return f"{record.incarnation:0{INCARNATION_DIGITS}d}"
 
 
-def _decode(values: list[bytes], kind: type[_AnyRecord]) -> list[_AnyRecord]:
+def _read_all(entries: list[bytes], kind: type[_AnyRecord], ignored: dict[str, str]) -> list[_AnyRecord]:
+    """The records among ``entries``, which are id, value, id, value, …; notes in ``ignored`` what is none."""
     records = []
-    for value in values:
+    for record_id, value in zip(entries[::2], entries[1::2], strict=True):
+        name = record_id.decode(errors="replace")
         try:
-            records.append(msgspec.msgpack.decode(value[_INCARNATION_DIGITS:], type=kind))
-        except msgspec.DecodeError as error:  # another version of Leadout
-            logger.warning("ignored a registration that cannot be read: %s", error)
+            record = msgspec.msgpack.decode(value[INCARNATION_DIGITS:], type=kind)
+            if record.id != name or not value.startswith(_incarnation(record).encode()):
+                raise ValueError(f"it is the record of {record.id}, incarnation {record.incarnation}")
+            if isinstance(record, WorkerRecord):
+                check_address(record.address)
+        except (ValueError, RecursionError) as error:  # DecodeError is a ValueError
+            ignored[f"{_kind(kind)} {name}"] = str(error)
+        else:
+            records.append(record)
     return records
 
 

@@ -18,7 +18,9 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from cluster.malformed import MalformedMessage, identify
+from cluster.members import check_address
 from cluster.messages import Envelope, Message
+from cluster.problem_log import ProblemLog
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ _HEARTBEAT_MS = 1000  # a peer that vanished without closing its connection is n
 _HEARTBEAT_TIMEOUT_MS = 5000
 _CLOSE_LINGER_MS = 200
 _MAX_MESSAGES_PER_TURN = 64  # then other tasks of the loop get their turn
+_MAX_SOCKETS = 65_535  # ZeroMQ's 1023 would be used up by 341 connections of three sockets each
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
@@ -72,6 +75,7 @@ class RpcServer:
         self._on_malformed = on_malformed
         self._socket: _AsyncSocket | None = None
         self._routes: dict[str, tuple[int, bytes]] = {}  # peer → (incarnation, ZeroMQ identity)
+        self._problems = ProblemLog(logger)
         self.num_stale = 0
         self.num_malformed = 0
         self.num_undeliverable = 0
@@ -91,7 +95,7 @@ class RpcServer:
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise RpcError(f"cannot listen at {address}: {error}") from error
-        self._socket = _AsyncSocket(socket, self._receive)
+        self._socket = _AsyncSocket(socket, self._receive, self._problems)
         return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def send(self, peer: str, message: Message) -> bool:
@@ -105,7 +109,7 @@ class RpcServer:
             self._socket.send([route[1], payload])
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                logger.warning("cannot send to %s: %s", peer, error)
+                self._problems.report(("send", peer), "cannot send to %s: %s", peer, error)
             self.num_undeliverable += 1
             return False
         return True
@@ -121,7 +125,7 @@ class RpcServer:
             self._socket = None
 
     def _receive(self, frames: list[bytes]) -> None:
-        received = _decode(frames[-1])
+        received = _decode(frames[-1], self._problems)
         if received is None:
             self.num_malformed += 1
             return
@@ -129,7 +133,8 @@ class RpcServer:
         known = self._routes.get(sender)
         if known is not None and incarnation < known[0]:
             self.num_stale += 1
-            logger.info("dropped a message of an older incarnation of %s", sender)
+            message = "dropped a message of an older incarnation of %s"
+            self._problems.report(("stale", sender), message, sender, level=logging.INFO)
             return
         self._routes[sender] = (incarnation, frames[0])
         if isinstance(received, Envelope):
@@ -155,6 +160,8 @@ class RpcConnection:
 
         ``on_disconnected``: an established connection broke, because the process died, or because nothing
         came from it for the heartbeat's timeout. What was sent may be lost. It may come back.
+
+        Raises RpcError where the address is none, or where no more sockets can be opened.
         """
         self._address = address
         self._sender = sender
@@ -162,13 +169,22 @@ class RpcConnection:
         self._on_message = on_message
         self._on_disconnected = on_disconnected
         self.num_malformed = 0
-        self._dealer = socket = _open_socket(zmq.DEALER, address)
-        monitor = socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED, f"inproc://monitor-{secrets.token_hex(8)}"
-        )
-        self._monitor = _AsyncSocket(monitor, self._on_event)
-        socket.connect(address)
-        self._socket: _AsyncSocket | None = _AsyncSocket(socket, self._receive)
+        self._problems = ProblemLog(logger)
+        try:
+            check_address(address)
+            self._dealer = _open_socket(zmq.DEALER, address)
+        except (ValueError, zmq.ZMQError) as error:
+            raise RpcError(f"cannot connect: {error}") from error
+        try:
+            self._dealer.connect(address)
+            monitor = self._dealer.get_monitor_socket(
+                zmq.EVENT_DISCONNECTED, f"inproc://monitor-{secrets.token_hex(8)}"
+            )
+        except zmq.ZMQError as error:
+            self._dealer.close(linger=0)
+            raise RpcError(f"cannot connect to {address}: {error}") from error
+        self._monitor = _AsyncSocket(monitor, self._on_event, self._problems)
+        self._socket: _AsyncSocket | None = _AsyncSocket(self._dealer, self._receive, self._problems)
 
     def send(self, message: Message) -> None:
         """Queue a message. Raises RpcOverloadedError if the queue is full or the connection closed, and
@@ -198,7 +214,7 @@ class RpcConnection:
             self._on_disconnected()
 
     def _receive(self, frames: list[bytes]) -> None:
-        envelope = _decode(frames[-1])
+        envelope = _decode(frames[-1], self._problems)
         if isinstance(envelope, Envelope):
             self._on_message(envelope)
         else:
@@ -212,9 +228,15 @@ class _AsyncSocket:
     consume the edge, so after each send the events are looked at again.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        on_frames: Callable[[list[bytes]], None],
+        problems: ProblemLog,
+    ) -> None:
         self._socket = socket
         self._on_frames = on_frames
+        self._problems = problems
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(socket.FD, self._drain)
         self._drain_is_scheduled = False
@@ -250,22 +272,25 @@ class _AsyncSocket:
             frames = self._socket.recv_multipart(zmq.DONTWAIT)
             try:
                 self._on_frames(frames)
-            except Exception:
-                logger.exception("handling a message failed")
+            except Exception as error:
+                key = ("handler", type(error).__name__)
+                self._problems.report(key, "handling a message failed", level=logging.ERROR, error=error)
         self._schedule_drain()
 
 
-def _decode(payload: bytes) -> Envelope | MalformedMessage | None:
+def _decode(payload: bytes, problems: ProblemLog) -> Envelope | MalformedMessage | None:
     """The envelope, or what can still be said of one that is malformed."""
     try:
         return _decoder.decode(payload)
     except (msgspec.DecodeError, RecursionError) as error:  # the latter: absurdly nested
-        logger.warning("dropped a malformed message of %d bytes: %s", len(payload), error)
+        problems.report("malformed", "dropped a malformed message of %d bytes: %s", len(payload), error)
         return identify(payload, str(error))
 
 
 def _open_socket(kind: int, address: str) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)  # has an effect before the first socket
+    socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)

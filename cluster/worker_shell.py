@@ -12,6 +12,7 @@ from cluster.clock import Clock
 from cluster.malformed import MalformedMessage
 from cluster.members import LoadReport, Members, WorkerRecord
 from cluster.messages import Drain, KvEvents, LoadUpdate, Message, Subscribe
+from cluster.problem_log import ProblemLog
 from cluster.registry import Registry
 from cluster.rpc import RpcServer
 
@@ -55,6 +56,7 @@ class WorkerShell:
         self._registry = registry
         self._lease_s = lease_s
         self._clock = clock
+        self._problems = ProblemLog(logger, clock)
         self._on_message = on_message
         self._on_members = on_members
         self._on_router_lost = on_router_lost
@@ -118,7 +120,7 @@ class WorkerShell:
         for router, subscriber in list(self._subscribers.items()):
             is_registered = (router, subscriber.incarnation) in self._registered_routers
             if subscriber.renewed_at < oldest and not is_registered:
-                logger.warning("router %s is lost", router)
+                self._problems.report(("lost", router, subscriber.incarnation), "router %s is lost", router)
                 del self._subscribers[router]
                 self._on_router_lost(router, subscriber.incarnation)
                 self._rpc.forget(router)
@@ -176,8 +178,9 @@ class WorkerShell:
             try:
                 async for members in self._registry.watch():
                     self._take_over(members)
-            except Exception:  # a worker that no longer sees who comes and goes would be of little use
-                logger.exception("watching the registry failed, trying again in %s s", _WATCH_RETRY_S)
+            except Exception as error:  # a worker that no longer sees who comes and goes is of little use
+                message = "watching the registry failed, trying again each %s s"
+                self._problems.report("watch", message, _WATCH_RETRY_S, level=logging.ERROR, error=error)
             await asyncio.sleep(_WATCH_RETRY_S)
 
     def _take_over(self, members: Members) -> None:
@@ -188,5 +191,6 @@ class WorkerShell:
         self._worker_ids = worker_ids
         try:
             self._on_members(members)
-        except Exception:
-            logger.exception("taking over the list of members failed")
+        except Exception as error:
+            message = "taking over the list of members failed"
+            self._problems.report("members", message, level=logging.ERROR, error=error)

@@ -22,6 +22,7 @@ from cluster.messages import (
     TokenBatch,
     TokenOutput,
 )
+from cluster.problem_log import ProblemLog
 from cluster.recent_keys import RecentKeys
 from decode_worker.prefill_links import PrefillLinks
 from decode_worker.remote_prefills import PrefillFailure, RemotePrefillActions, RemotePrefills
@@ -82,6 +83,7 @@ class DecodeWorker:
         self._clock = clock
         self._send = send
         self._metrics = metrics
+        self._problems = ProblemLog(logger, clock)
         self._requests = RequestTable()
         self._over: RecentKeys[tuple[str, int]] = RecentKeys()  # (request id, attempt)
         self._is_draining = False
@@ -135,7 +137,8 @@ class DecodeWorker:
                 self._over.add((message.request_id, message.attempt))
         else:
             self._metrics.on_dropped("unexpected")
-            logger.warning("dropped a %s from %s: not for a decode worker", type(message).__name__, peer)
+            text = "dropped a %s from %s: not for a decode worker"
+            self._problems.report(("unexpected", peer), text, type(message).__name__, peer)
 
     def on_malformed(self, router: str, incarnation: int, message: MalformedMessage) -> None:
         """A router's message that cannot be read; if it is a request, its router is told that it ended."""
@@ -161,7 +164,8 @@ class DecodeWorker:
             self.remote_prefills.on_fenced(peer, message)
         else:
             self._metrics.on_dropped("unexpected")
-            logger.warning("dropped a %s from prefill worker %s", type(message).__name__, peer.worker_id)
+            text, name = "dropped a %s from prefill worker %s", peer.worker_id
+            self._problems.report(("unexpected", name), text, type(message).__name__, name)
 
     def on_router_lost(self, router: str, incarnation: int) -> None:
         """Nobody waits for this router's requests any more."""

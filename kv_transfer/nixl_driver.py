@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.members import WorkerRecord
+from cluster.problem_log import ProblemLog
 from kv_transfer.descriptors import BlockCopy, check_remote_copies
 from kv_transfer.nixl_agent import AgentSettings, create_agent, forget_remote_agent, load_remote_agent
 from kv_transfer.nixl_connection import Connection, Drain, Write, WritePurpose
@@ -63,6 +64,7 @@ class NixlDriver:
         self._writes: set[Write] = set()
         self._closing: dict[Peer, Connection] = {}  # no longer peers, but writes of blocks are not over
         self._drains: list[Drain] = []
+        self._problems = ProblemLog(logger)
         self._unreleased: list[Any] = []  # handles of writes that NIXL would not cancel yet
 
     @property
@@ -154,11 +156,9 @@ class NixlDriver:
                 self._check(write)
         for connection in self.peers.snapshot().values():
             if connection.waiters and time.perf_counter() - connection.started_at > self._warm_up_timeout_s:
-                logger.warning(
-                    "%s did not answer within %.1f s; going on without a warm path to it",
-                    describe(connection.peer),
-                    self._warm_up_timeout_s,
-                )
+                message = "%s did not answer within %.1f s; going on without a warm path to it"
+                name, limit_s = describe(connection.peer), self._warm_up_timeout_s
+                self._problems.report(("cold", connection.peer), message, name, limit_s)
                 _complete(connection.waiters)
         for connection in list(self._closing.values()):
             self._finish_closing(connection)
@@ -267,21 +267,23 @@ class NixlDriver:
         """Drop a peer whose connection does not work. ``future`` belongs to a write that was never posted."""
         peer = connection.peer
         if connection in (self.peers.get(peer), self._closing.get(peer)):
-            logger.warning("dropping peer %s: %s", describe(peer), reason)
-            self._count(peers_failed=1)
+            self._note_failed(peer, reason)
             self._drop(connection, reason)
         if future is not None:
             self._count(writes_failed=1)
             future.set_exception(TransferError(f"{describe(peer)}: {reason}"))
         return TransferError(f"{describe(peer)}: {reason}")
 
+    def _note_failed(self, peer: Peer, reason: str) -> None:
+        self._problems.report(("failed", peer), "dropping peer %s: %s", describe(peer), reason)
+        self._count(peers_failed=1)
+
     def _abandon(self, write: Write) -> None:
         """Fail a write that has run out of time. It may still land, so it is watched until it is over."""
         connection, write.is_abandoned = write.connection, True
         reason = f"a write of {write.num_bytes} bytes was not done after {self._transfer_timeout_s} s"
         if connection.peer not in self._closing:
-            logger.warning("dropping peer %s: %s", describe(connection.peer), reason)
-            self._count(peers_failed=1)
+            self._note_failed(connection.peer, reason)
         if write.future is not None:
             self._count(writes_failed=1)
             write.future.set_exception(
@@ -346,15 +348,17 @@ class NixlDriver:
             if not payloads:
                 continue
             if sender not in names or self.handler is None:
-                logger.warning("dropped %d notifications from agent %s", len(payloads), sender)
+                message = "dropped %d notifications from agent %s"
+                self._problems.report(("unknown agent", sender), message, len(payloads), sender)
                 self._count(notifications_dropped=len(payloads))
                 continue
             self._count(notifications_received=len(payloads))
             for payload in payloads:
                 try:
                     self.handler(payload)
-                except Exception:
-                    logger.exception("the handler of a notification from %s failed", sender)
+                except Exception as error:
+                    message, level = "the handler of a notification from %s failed", logging.ERROR
+                    self._problems.report("handler", message, sender, level=level, error=error)
 
     def _is_over(self, drain: Drain) -> bool:
         return time.perf_counter() >= drain.ends_at and self._polls >= drain.ends_at_poll

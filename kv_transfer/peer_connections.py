@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cluster.members import WorkerRecord, incompatibility
+from cluster.problem_log import ProblemLog
 from kv_transfer.transport import Peer, TransferError, Transport
 
 logger = logging.getLogger(__name__)
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 class _Connection:
     record: WorkerRecord
     state: Literal["connecting", "connected", "failed", "leaving"] = "connecting"
+    was_connected: bool = False
     is_being_checked: bool = False  # whether its process is gone
     is_known_to_hang: bool = False  # absent from the registry, but not gone
     is_announced: bool = False  # as connected, and not absent since
@@ -63,6 +65,7 @@ class PeerConnections:
         self._incompatible: dict[str, str] = {}
         self._listed: dict[str, WorkerRecord] = {}  # all workers in the last list
         self._wanted: dict[str, WorkerRecord] = {}  # the compatible partners among them
+        self._problems = ProblemLog(logger)
 
     def get(self, worker_id: str) -> Peer | None:
         """The connected and registered peer of that id; None if there is none."""
@@ -75,6 +78,15 @@ class PeerConnections:
     def incompatible(self) -> dict[str, str]:
         """Registered workers that are never paired with this one, and why."""
         return dict(self._incompatible)
+
+    @property
+    def doubted(self) -> frozenset[Peer]:
+        """Peers that are not registered any more, but not known to be gone."""
+        return frozenset(
+            connection.peer
+            for connection in self._connections.values()
+            if connection.is_being_checked or connection.is_known_to_hang
+        )
 
     @property
     def is_settled(self) -> bool:
@@ -94,7 +106,10 @@ class PeerConnections:
                 continue
             if connection.is_known_to_hang:
                 connection.is_known_to_hang = False
-                logger.info("%s worker %s is back", connection.record.role, connection.record.id)
+                record = connection.record
+                self._problems.over(
+                    ("absent", connection.peer), "%s worker %s is back", record.role, record.id
+                )
             if connection.state == "connected" and not connection.is_announced:
                 self._announce(connection)
         for worker_id, record in wanted.items():
@@ -119,7 +134,8 @@ class PeerConnections:
             self._incompatible.pop(record.id, None)
             return True
         if self._incompatible.get(record.id) != reason:
-            logger.warning("worker %s is not compatible: %s", record.id, reason)
+            message = "worker %s is not compatible: %s"
+            self._problems.report(("incompatible", record.id, reason), message, record.id, reason)
             self._incompatible[record.id] = reason
         return False
 
@@ -134,20 +150,27 @@ class PeerConnections:
             return
         error = future.exception()
         if error is None:
-            connection.state = "connected"
+            connection.state, connection.was_connected = "connected", True
             logger.info("connected to %s worker %s", connection.record.role, connection.record.id)
             if self._is_registered(connection):
                 self._announce(connection)
             return
         connection.state = "failed"
+        key = ("connect", connection.record.id)
         if not isinstance(error, TransferError):
-            logger.error("connecting to %s failed", connection.record.id, exc_info=error)
+            message, level = "connecting to %s failed", logging.ERROR
+            self._problems.report(key, message, connection.record.id, level=level, error=error)
         else:
-            logger.warning("connecting to %s failed, will retry: %s", connection.record.id, error)
+            message = "connecting to %s failed, will retry: %s"
+            self._problems.report(key, message, connection.record.id, error)
 
     def _doubt(self, connection: _Connection) -> None:
         """It is not registered any more. ``update`` asks again while its process is not known to be gone."""
         if connection.state == "leaving" or connection.is_being_checked:
+            return
+        if connection.state == "failed" and not connection.was_connected:
+            # Nothing was ever begun with it, and the transport does not know it.
+            del self._connections[connection.record.id]
             return
         successor = self._listed.get(connection.record.id)
         if (
@@ -172,7 +195,8 @@ class PeerConnections:
             self._leave(connection)
         elif not connection.is_known_to_hang:
             connection.is_known_to_hang, connection.is_announced = True, False
-            logger.warning(
+            self._problems.report(
+                ("absent", connection.peer),
                 "%s worker %s has lost its lease, but is not known to be dead: blocks that it may still "
                 "write stay in quarantine",
                 connection.record.role,
@@ -189,7 +213,7 @@ class PeerConnections:
         self._on_connected(connection.peer, connection.record)
 
     def _leave(self, connection: _Connection) -> None:
-        connection.state = "leaving"
+        connection.state, connection.was_connected = "leaving", True  # as good as: its agent may be loaded
         logger.info("%s worker %s has left", connection.record.role, connection.record.id)
         future = self._transport.remove_peer(connection.peer)
         future.add_done_callback(lambda done: self._post(lambda: self._leave_done(connection, done)))
@@ -197,7 +221,8 @@ class PeerConnections:
     def _leave_done(self, connection: _Connection, future: Future[None]) -> None:
         error = future.exception()
         if error is not None:
-            logger.error("removing the agent of %s failed", connection.record.id, exc_info=error)
+            message, name = "removing the agent of %s failed", connection.record.id
+            self._problems.report(("remove", name), message, name, level=logging.ERROR, error=error)
             connection.state = "failed"  # stays known: its blocks must not be reused; update() tries again
             return
         if self._connections.get(connection.record.id) is connection:

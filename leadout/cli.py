@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.metadata
 import sys
 from pathlib import Path
@@ -281,8 +282,11 @@ def _run_worker(
     config: Path | None,
     settings: list[str] | None,
 ) -> None:
+    gc.disable()  # what torch makes when it is imported is no garbage: looking for some takes a tenth of it
     from leadout.worker_process import run_worker
 
+    gc.freeze()  # nor is it looked through later, between two steps
+    gc.enable()
     overrides = {"registry": {"url": registry}, "model": {"source": model}}
     raise typer.Exit(run_worker(_load(config, settings, overrides), role, worker_id))
 

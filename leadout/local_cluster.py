@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from cluster.embedded_registry import EmbeddedRegistry, EmbeddedRegistryError
 from leadout.child_process import ChildProcess, ChildSpec, describe_exit
 from leadout.cpu_plan import available_cores, thread_environment, threads_per_process
 from leadout.errors import UserError
+from leadout.log_folder import create_log_folder
 from leadout.restart_policy import GiveUp, RestartPolicy
 
 _POLL_S = 0.1  # while something is starting
@@ -55,8 +55,12 @@ class LocalCluster:
     ) -> None:
         self._events = events
         self._registry = EmbeddedRegistry() if own_registry else None
+        # One client, and without certificates to load: the router is asked often.
+        self._client = httpx.AsyncClient(
+            timeout=5, trust_env=False, verify=False, limits=httpx.Limits(max_keepalive_connections=0)
+        )
         self._config = config
-        self.log_folder = log_folder or Path(tempfile.mkdtemp(prefix="leadout-logs-"))
+        self._log_folder = log_folder
         self._children: dict[str, ChildProcess] = {}
         self._supervisors: list[asyncio.Task[None]] = []
         self._ready_since: dict[str, float] = {}
@@ -64,6 +68,12 @@ class LocalCluster:
         self._is_stopping = False
         self.given_up = asyncio.Event()  # a process died too often
         self.url = ""
+
+    @property
+    def log_folder(self) -> Path:
+        """Where each process has its log. Only after ``start`` unless it was given."""
+        assert self._log_folder is not None, "start() first"
+        return self._log_folder
 
     @property
     def pids(self) -> dict[str, int]:
@@ -82,6 +92,8 @@ class LocalCluster:
         port = _claim_port(host, self._config.router.port)
         shown_host = "127.0.0.1" if host in ("0.0.0.0", "") else "[::1]" if host == "::" else host
         self.url = f"http://{shown_host}:{port}"
+        if self._log_folder is None:
+            self._log_folder = create_log_folder()
         registry_url = self._config.registry.url
         if self._registry is not None:
             self._registry.start()
@@ -97,11 +109,10 @@ class LocalCluster:
     async def cluster_state(self) -> dict[str, Any] | None:
         """The router's ``/cluster``; None if it does not answer."""
         try:
-            async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
-                response = await client.get(f"{self.url}/cluster")
-                response.raise_for_status()
-                state: dict[str, Any] = response.json()
-                return state
+            response = await self._client.get(f"{self.url}/cluster")
+            response.raise_for_status()
+            state: dict[str, Any] = response.json()
+            return state
         except (httpx.HTTPError, ValueError):
             return None
 
@@ -117,6 +128,7 @@ class LocalCluster:
         await self._terminate(workers, self._config.worker.drain_grace_ms / 1000 + _KILL_GRACE_S)
         if self._registry is not None:
             self._registry.stop()
+        await self._client.aclose()
 
     def kill(self) -> None:
         """Stop everything at once."""

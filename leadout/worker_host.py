@@ -19,8 +19,10 @@ from cluster.members import LoadReport, Members, ModelIdentity, Role, WorkerReco
 from cluster.messages import Message
 from cluster.metrics import WorkerMetrics
 from cluster.model_source import ModelSource
+from cluster.problem_log import ProblemLog
 from cluster.process_identity import LivenessProbe, own_process
 from cluster.registry import Registry, RegistryUnavailableError
+from cluster.signals import on_signal
 from cluster.worker_shell import WorkerShell
 from engine.create_engine import CreatedEngine
 from engine.engine_commands import EngineCommands
@@ -72,10 +74,10 @@ class WorkerHost:
         """Serve until SIGTERM or SIGINT, then drain; 1 if the engine failed."""
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._on_signal)
+            on_signal(number, self._on_signal)
         config, created = self._config, self._created
         self._metrics = WorkerMetrics(self._role_name)
-        self._registry = Registry(config.registry)
+        self._registry = Registry(config.registry, self._clock)
         self._engine_loop = EngineLoop(
             created.engine,
             on_result=lambda result: self._post(functools.partial(self._on_step, result)),
@@ -174,6 +176,7 @@ class WorkerHost:
 
     async def _register(self, record: WorkerRecord) -> None:
         give_up_at = self._clock.monotonic() + _REGISTRY_WAIT_S
+        problems = ProblemLog(logger, self._clock)
         while True:
             try:
                 await self._shell.register(record)
@@ -181,7 +184,7 @@ class WorkerHost:
             except RegistryUnavailableError as error:
                 if self._stop.is_set() or self._clock.monotonic() > give_up_at:
                     raise
-                logger.warning("waiting for the registry: %s", error)
+                problems.report("register", "waiting for the registry: %s", error)
                 await asyncio.sleep(1)
 
     async def _serve(self) -> int:
@@ -311,6 +314,7 @@ class WorkerHost:
 
     def _on_members(self, members: Members) -> None:
         self._connections.update(members.workers)
+        self._probe.keep_only([(peer.worker_id, peer.incarnation) for peer in self._connections.doubted])
         self._has_members = True
 
     def _post(self, function: Callable[[], None]) -> None:

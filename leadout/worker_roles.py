@@ -16,6 +16,7 @@ from cluster.malformed import MalformedMessage
 from cluster.members import WorkerRecord
 from cluster.messages import Message, Sealed
 from cluster.metrics import WorkerMetrics
+from cluster.problem_log import ProblemLog
 from decode_worker.decode_worker import DecodeMetrics, DecodeWorker
 from decode_worker.prefill_links import PrefillLinks
 from engine.engine_commands import EngineCommands
@@ -131,6 +132,7 @@ def _prefill_role(around: RoleSurroundings) -> HostedRole:
 
 def _decode_role(around: RoleSurroundings) -> HostedRole:
     metrics = around.metrics
+    problems = ProblemLog(logger, around.clock)
     links = PrefillLinks(
         around.own,
         on_message=lambda peer, message: role.on_prefill_worker_message(peer, message),
@@ -162,7 +164,7 @@ def _decode_role(around: RoleSurroundings) -> HostedRole:
             sealed = msgspec.msgpack.decode(payload, type=Sealed)
         except msgspec.DecodeError as error:
             metrics.message_dropped("malformed")
-            logger.warning("dropped a malformed notification: %s", error)
+            problems.report("malformed", "dropped a malformed notification: %s", error)
             return
         role.remote_prefills.on_sealed(sealed)
 

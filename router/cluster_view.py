@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from cluster.members import PROTOCOL_VERSION, RouterRecord, WorkerRecord, incompatibility
 from cluster.messages import Envelope, KvEvents, LoadUpdate, Message, Subscribe, TokenBatch
-from cluster.rpc import MessageEncodingError
+from cluster.problem_log import ProblemLog
+from cluster.rpc import MessageEncodingError, RpcError
 from router.kv_index import KvIndex
 from router.policy.plan import WorkerSnapshot
 from router.prompt_hashes import HashGroup, PromptHashes
@@ -61,6 +62,7 @@ class ClusterView:
         self._on_dropped = on_dropped
         self._max_vocab_size = max_vocab_size
         self._workers: dict[str, WorkerView] = {}
+        self._problems = ProblemLog(logger)
 
     @property
     def workers(self) -> tuple[WorkerView, ...]:
@@ -106,7 +108,11 @@ class ClusterView:
             if known is not None and record.incarnation < known.record.incarnation:
                 self._on_dropped("old_incarnation")
             elif known is None:
-                self._add(record)
+                try:
+                    self._add(record)
+                except RpcError as error:  # tried again with the next list
+                    refused.append(Incompatible((name,), f"{name}: {error}"))
+                    self._problems.report(("connect", name), "worker %s: %s", name, error)
         self.incompatible = (*refused, *self._pair_up())
         for name in lost:  # last, so that what is re-dispatched sees the members as they are now
             self._on_worker_lost(name)
@@ -140,7 +146,9 @@ class ClusterView:
         except MessageEncodingError:
             raise
         except Exception as error:  # whatever the transport raises, the caller's choice is the same
-            logger.warning("cannot send %s to %s: %s", type(message).__name__, worker, error)
+            self._problems.report(
+                ("send", worker), "cannot send %s to %s: %s", type(message).__name__, worker, error
+            )
             raise WorkerUnreachableError(f"worker {worker} is unreachable: {error}") from error
         return view.record.incarnation
 
@@ -177,7 +185,8 @@ class ClusterView:
             self._on_dropped("old_incarnation" if old else "unknown_incarnation")
             return
         if not view.is_reachable:
-            logger.info("worker %s is reachable again", envelope.sender)
+            key = ("reach", envelope.sender, envelope.incarnation)
+            self._problems.over(key, "worker %s is reachable again", envelope.sender)
             view.is_reachable = True
         message = envelope.message
         if isinstance(message, TokenBatch):
@@ -212,7 +221,8 @@ class ClusterView:
         try:
             view.connection.send(Subscribe(snapshot=view.kv_sequence is None))
         except Exception as error:  # the next heartbeat tries again
-            logger.warning("cannot subscribe to %s: %s", view.record.id, error)
+            name = view.record.id
+            self._problems.report(("subscribe", name), "cannot subscribe to %s: %s", name, error)
 
     def _add(self, record: WorkerRecord) -> None:
         connection = self._connect(record, self.on_message, lambda: self._disconnected(record))
@@ -225,7 +235,8 @@ class ClusterView:
         view = self._workers.get(record.id)
         if view is None or view.record.incarnation != record.incarnation or not view.is_reachable:
             return
-        logger.warning("worker %s is unreachable", record.id)
+        key = ("reach", record.id, record.incarnation)
+        self._problems.report(key, "worker %s is unreachable", record.id)
         view.is_reachable = False
         view.kv_sequence = None  # events may be lost: the next renewal asks for the whole cache
         self._on_worker_lost(record.id)

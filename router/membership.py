@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
+from cluster.clock import Clock
 from cluster.members import RouterRecord
+from cluster.problem_log import ProblemLog
 from cluster.registry import Registry, RegistryUnavailableError
 from router.cluster_view import ClusterView
 
@@ -24,6 +25,7 @@ class Membership:
         registry: Registry,
         record: RouterRecord,
         view: ClusterView,
+        clock: Clock,
         *,
         heartbeat_s: float,
         max_stall_s: float,
@@ -36,6 +38,8 @@ class Membership:
         self._registry = registry
         self._record = record
         self._view = view
+        self._clock = clock
+        self._problems = ProblemLog(logger, clock)
         self._heartbeat_s = heartbeat_s
         self._max_stall_s = max_stall_s
         self._max_registry_outage_s = max_registry_outage_s
@@ -74,10 +78,11 @@ class Membership:
         while True:
             try:
                 await self._registry.register(self._record)
+                self._problems.over("register", "the registry is there")
                 return
             except RegistryUnavailableError as error:
                 self._problem = str(error)
-                logger.warning("waiting for the registry: %s", error)
+                self._problems.report("register", "waiting for the registry: %s", error)
                 await asyncio.sleep(retry_s)
                 retry_s = min(_LONGEST_RETRY_S, retry_s * 2)
 
@@ -86,16 +91,19 @@ class Membership:
             self._has_members = True
             try:
                 self._view.update(members.workers, members.routers)
-            except Exception:  # the next change, or the next heartbeat, brings the members again
-                logger.exception("taking over the list of members failed")
+            except Exception as error:  # the next change, or the next heartbeat, brings the members again
+                message = "taking over the list of members failed"
+                self._problems.report("members", message, level=logging.ERROR, error=error)
 
     async def _renew_subscriptions(self) -> None:
-        last = time.monotonic()
+        last = self._clock.monotonic()
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            now = time.monotonic()
+            now = self._clock.monotonic()
             if now - last > self._heartbeat_s + self._max_stall_s:
-                logger.warning("this router stood still for %.1f s: its requests start anew", now - last)
+                self._problems.report(
+                    "stall", "this router stood still for %.1f s: its requests start anew", now - last
+                )
                 self._view.suspect_all()
             last = now
             self._view.heartbeat()

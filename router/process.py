@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import uvloop
 
+from cluster.clock import SystemClock
 from cluster.config import LeadoutConfig
 from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults, generation_defaults
 from cluster.logging_setup import configure_logging
@@ -138,6 +139,7 @@ class RouterProcess:
             registry,
             self.record,
             self.services.view,
+            SystemClock(),
             heartbeat_s=self._config.registry.heartbeat_ms / 1000,
             max_stall_s=self._config.registry.max_stall_s,
             max_registry_outage_s=self._config.registry.max_outage_ms / 1000,

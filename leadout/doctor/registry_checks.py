@@ -70,7 +70,10 @@ def judge_answer(
 
 
 def judge_eviction(policy: str, max_memory: int) -> Finding:
-    """A server that evicts keys forgets live workers. ``max_memory`` in bytes, 0 for no limit."""
+    """A server that evicts keys forgets live workers. ``max_memory`` in bytes, 0 for no limit.
+
+    ``volatile-…`` is no better than ``allkeys-…``: records are what has a lease, which is a time to live.
+    """
     limit = f"maxmemory is {max_memory / 2**20:,.0f} MiB" if max_memory else "maxmemory is not set"
     data = {"maxmemory_policy": policy, "maxmemory": max_memory}
     if not policy:
@@ -82,7 +85,7 @@ def judge_eviction(policy: str, max_memory: int) -> Finding:
     when = "when memory is full" if max_memory else "once a limit is set"
     return Finding(
         "warning",
-        f"{seen}: {when} it drops the records of live workers",
+        f"{seen}: {when} it drops records of live workers, which get no requests until their next heartbeat",
         "CONFIG SET maxmemory-policy noeviction (and in its configuration file), or use a server of its own",
         data,
         "eviction",

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.chaos.faults import wait_until_busy, wait_until_whole
+from tests.chaos.faults import RECOVERY_TIMEOUT_S, wait_until_busy, wait_until_whole
 from tests.chaos.load_requests import mixed_requests
 from tests.chaos.steady_load import SteadyLoad, check_answers, undisturbed_answers
 from tests.integration.running_cluster import RunningCluster
@@ -33,7 +33,7 @@ def test_workers_drain_under_load() -> None:
         wait_until_busy(cluster, "decode-1", num_requests=2)  # one may be over when the signal comes
         os.kill(cluster.pid("decode-1"), signal.SIGTERM)
         # Said of processes that end with status 0 only.
-        cluster.wait_until(lambda: "decode-1 has drained and is not started again" in cluster.log, 30)
+        cluster.wait_until(lambda: "decode-1 has drained and is not started again" in cluster.log)
         cluster.num_workers -= 1
         wait_until_whole(cluster)
         load.wait_for_more(2)
@@ -42,10 +42,10 @@ def test_workers_drain_under_load() -> None:
             [sys.executable, "-m", "leadout", "drain", "prefill-0", "--force", "--url", cluster.url],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=RECOVERY_TIMEOUT_S,
         )
         assert drained.returncode == 0, drained
-        cluster.wait_until(lambda: "prefill-0 has drained and is not started again" in cluster.log, 30)
+        cluster.wait_until(lambda: "prefill-0 has drained and is not started again" in cluster.log)
         cluster.num_workers -= 1
         wait_until_whole(cluster)
         load.wait_for_more(2)  # with nobody left to prefill for the decode worker

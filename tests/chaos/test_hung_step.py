@@ -8,6 +8,7 @@ import threading
 import httpx
 import pytest
 
+from tests.chaos.faults import RECOVERY_TIMEOUT_S
 from tests.integration.running_cluster import MODEL, RunningCluster
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -23,14 +24,14 @@ def test_a_step_that_takes_too_long_ends_the_worker() -> None:
             httpx.post(
                 f"{cluster.url}/v1/completions",
                 json={"model": MODEL, "prompt": "word " * 1500, "max_tokens": 1},
-                timeout=60,
+                timeout=RECOVERY_TIMEOUT_S,
             )
 
     client = threading.Thread(target=ask)
     client.start()
     try:
-        cluster.wait_until(lambda: "an engine step has run for more than 0.05 s" in cluster.log, 60)
-        cluster.wait_until(lambda: cluster.pids().get("decode-0", first) != first, 60)
+        cluster.wait_until(lambda: "an engine step has run for more than 0.05 s" in cluster.log)
+        cluster.wait_until(lambda: cluster.pids().get("decode-0", first) != first)
     finally:
         cluster.stop()
         client.join()

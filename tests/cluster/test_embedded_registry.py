@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -26,9 +27,14 @@ def alive(pid: int) -> bool:
 
 def test_it_answers_on_a_private_socket_and_leaves_nothing_behind() -> None:
     server = EmbeddedRegistry()
-    server.start()
+    umask = os.umask(0)
+    try:
+        server.start()
+    finally:
+        os.umask(umask)
     path = Path(server.url.removeprefix("unix://"))
-    assert path.parent.stat().st_mode & 0o077 == 0
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o077 == 0
     client = redis.Redis.from_url(server.url)
     assert client.set("key", "value")
     assert client.config_get("port") == {"port": "0"}
@@ -52,22 +58,36 @@ def test_after_a_crash_it_starts_again_under_the_same_url() -> None:
     server.stop()
 
 
-def test_it_dies_with_its_parent_even_if_that_is_killed() -> None:
+def test_it_dies_with_its_parent_even_if_that_is_killed_and_the_next_one_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     code = (
         "from cluster.embedded_registry import EmbeddedRegistry; import time\n"
-        "server = EmbeddedRegistry(); server.start(); print(server.pid, flush=True); time.sleep(60)"
+        "server = EmbeddedRegistry(); server.start(); print(server.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     assert alive(pid)
+    (left_behind,) = tmp_path.iterdir()
+    server = EmbeddedRegistry()
+    server.start()
+    assert left_behind.exists(), "its process lives"
+    server.stop()
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(pid)
+    assert left_behind.exists()
+    server.start()
+    assert [f"unix://{folder}/registry.sock" for folder in tmp_path.iterdir()] == [server.url]
+    server.stop()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

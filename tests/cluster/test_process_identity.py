@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster import process_identity
@@ -105,6 +106,12 @@ def test_an_identity_of_nothing_here(process: str) -> None:
     assert is_running(process) is None
 
 
+def test_an_identity_without_a_process_id_is_of_nothing() -> None:
+    boot, namespace, _, start_time = own_process().split("/")
+    assert is_running(f"{boot}/{namespace}/x/{start_time}") is None
+    assert is_running(f"{boot}/{namespace}//") is None
+
+
 def test_without_proc_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     own = own_process()
     monkeypatch.setattr(process_identity, "_PROC", tmp_path)
@@ -195,10 +202,30 @@ async def test_a_frozen_process_elsewhere_is_alive_however_often_it_is_asked_for
     await until_async(lambda: probe.is_gone(record))
 
 
+async def test_connections_are_kept_to_those_in_question_only(
+    listener: socket.socket, probe: LivenessProbe
+) -> None:
+    before = psutil.Process().num_fds()
+    records = [worker_record(f"w{i}", address=address_of(listener), process=FAR_AWAY) for i in range(20)]
+    for record in records:
+        assert not await probe.is_gone(record)
+    assert psutil.Process().num_fds() == before + 20
+    probe.keep_only([(records[0].id, records[0].incarnation), ("never asked for", 1)])
+    await until_async(lambda: has_open(before + 1))
+    assert not await probe.is_gone(records[0])
+    assert psutil.Process().num_fds() == before + 1
+    probe.keep_only([])
+    await until_async(lambda: has_open(before))
+
+
+async def has_open(num_files: int) -> bool:
+    return psutil.Process().num_fds() == num_files
+
+
 async def until_async(holds: Callable[[], Awaitable[bool]]) -> None:
     """Poll: the end of the other side arrives in its own time."""
     for _ in range(1000):
         if await holds():
             return
         await asyncio.sleep(0.005)
-    raise AssertionError("it is still taken for alive")
+    raise AssertionError("it is still not so")

@@ -20,6 +20,7 @@ import psutil
 
 MODEL = "smollm2-135m-instruct"
 START_TIMEOUT_S = 120.0
+_PATIENCE_S = 90.0  # only so that a broken test ends
 
 
 class RunningCluster:
@@ -27,6 +28,14 @@ class RunningCluster:
 
     def __init__(self, *, prefill: int, decode: int, settings: Mapping[str, str] | None = None) -> None:
         self.url = f"http://127.0.0.1:{_free_port()}"
+        # One client, and without certificates to load: it would take a core to ask so often with a new one.
+        self._client = httpx.Client(
+            base_url=self.url,
+            timeout=5,
+            trust_env=False,
+            verify=False,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
         self.num_workers = prefill + decode
         self._log = tempfile.NamedTemporaryFile(prefix="leadout-test-", suffix=".log")  # noqa: SIM115
         options = [
@@ -53,7 +62,7 @@ class RunningCluster:
     def workers(self) -> list[dict[str, Any]]:
         """``workers`` of ``/cluster``; empty if the router does not answer."""
         try:
-            response = httpx.get(f"{self.url}/cluster", timeout=5)
+            response = self._client.get("/cluster")
         except httpx.HTTPError:
             return []
         workers: list[dict[str, Any]] = response.json()["workers"]
@@ -93,7 +102,7 @@ class RunningCluster:
         """The sum of the router's samples of this name that have these labels."""
         wanted = {f'{label}="{value}"' for label, value in labels.items()}
         total = 0.0
-        for line in httpx.get(f"{self.url}/metrics", timeout=5).text.splitlines():
+        for line in self._client.get("/metrics").text.splitlines():
             sample, _, value = line.rpartition(" ")
             found, _, rest = sample.partition("{")
             if found == name and wanted <= set(rest.removesuffix("}").split(",")):
@@ -124,13 +133,13 @@ class RunningCluster:
                 leaks[worker["id"]] = counts
         return leaks
 
-    def wait_until_idle(self, timeout_s: float = 15.0) -> None:
+    def wait_until_idle(self, timeout_s: float = _PATIENCE_S) -> None:
         """Until all workers are there and no block is in use. Fails with what is leaked."""
         self.wait_until(
             lambda: len(self.workers()) == self.num_workers and not self.leaked_blocks(), timeout_s
         )
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = _PATIENCE_S) -> None:
         """Poll ``condition``; fails with the workers' state and the end of the log."""
         give_up_at = time.monotonic() + timeout_s
         while not condition():
@@ -147,8 +156,8 @@ class RunningCluster:
 
         The answer says where its time went, and fails unless each token of a prompt came from one place.
         """
-        response = httpx.post(
-            f"{self.url}/v1/completions",
+        response = self._client.post(
+            "/v1/completions",
             json={"model": MODEL, "temperature": 0, "max_tokens": 16, **body},
             headers={"X-Leadout-Explain": "1"},
             timeout=240,
@@ -169,6 +178,7 @@ class RunningCluster:
             return self.process.wait(60)
         finally:
             self.process.kill()
+            self._client.close()
             self._log.close()
 
 

@@ -132,6 +132,26 @@ def test_a_failed_connection_to_a_frozen_worker_is_kept_as_well(harness: Harness
     assert ("lost", d0.peer) not in harness.events
 
 
+def test_a_worker_that_never_could_be_connected_is_forgotten_when_it_leaves(harness: Harness) -> None:
+    """Nothing was begun with it: there is nothing to wait for, even if somebody answers at its address."""
+    impostors = []
+    for number in range(50):
+        d0 = harness.start(f"d{number}")
+        nobody = msgspec.structs.replace(d0.record.endpoint, agent_name="nobody's")
+        impostors.append(msgspec.structs.replace(d0.record, endpoint=nobody))
+        harness.alive.add(d0.peer)
+    harness.update(*impostors, completions=50)
+    assert harness.agents == []
+    harness.update()
+    assert harness.connections.doubted == frozenset()
+    assert harness.connections._connections == {}
+    assert harness.num_checks == 0
+    assert harness.events == []
+    harness.update(impostors[0], completions=1)  # it is tried again when it is back
+    harness.update()
+    assert harness.connections._connections == {}
+
+
 def test_a_worker_that_freezes_while_it_is_connected_to_is_announced_when_it_is_back(
     harness: Harness,
 ) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import cast
 
 import pytest
 
+from cluster.clock import ManualClock
 from cluster.members import Members, RouterRecord, WorkerRecord
 from cluster.registry import Registry, RegistryUnavailableError
 from router import membership
@@ -63,11 +64,12 @@ class Harness:
     def __init__(self) -> None:
         self.registry = MemoryRegistry()
         self.view = RecordingView()
-        self.now = 100.0
+        self.clock = ManualClock(monotonic=100.0)
         self.membership = Membership(
             cast("Registry", self.registry),
             RECORD,
             cast("ClusterView", self.view),
+            self.clock,
             heartbeat_s=HEARTBEAT_S,
             max_stall_s=MAX_STALL_S,
             max_registry_outage_s=MAX_OUTAGE_S,
@@ -81,21 +83,13 @@ class Harness:
 
 
 @pytest.fixture
-async def harness(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
+async def harness() -> AsyncIterator[Harness]:
     harness = Harness()
-    monkeypatch.setattr(membership, "time", _Clock(lambda: harness.now))
     running = asyncio.create_task(harness.membership.run())
     yield harness
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
-
-
-class _Clock:
-    """Stands for the module ``time``."""
-
-    def __init__(self, monotonic: Callable[[], float]) -> None:
-        self.monotonic = monotonic
 
 
 # --- the registry ------------------------------------------------------------------------------------------
@@ -141,14 +135,14 @@ async def test_without_the_registry_the_last_view_is_good_for_a_bounded_time(har
 
 async def test_heartbeats_renew_subscriptions(harness: Harness) -> None:
     for _ in range(3):
-        harness.now += HEARTBEAT_S
+        harness.clock.advance(HEARTBEAT_S)
         assert await harness.beat() == ["heartbeat"]
 
 
 @pytest.mark.parametrize("pause_s", [1.0, HEARTBEAT_S + MAX_STALL_S - 0.001])
 async def test_a_short_pause_is_no_standstill(harness: Harness, pause_s: float) -> None:
     await harness.beat()
-    harness.now += pause_s
+    harness.clock.advance(pause_s)
     for _ in range(2):
         assert await harness.beat() == ["heartbeat"]
 
@@ -158,9 +152,9 @@ async def test_after_a_standstill_everybody_is_suspected_once(
 ) -> None:
     """Workers may have ended its requests meanwhile. They are asked to subscribe it anew afterwards."""
     await harness.beat()
-    harness.now += 60.0
+    harness.clock.advance(60.0)
     assert await harness.beat() == ["suspect_all", "heartbeat"]
     assert await harness.beat() == ["heartbeat"]
     assert "this router stood still for 60.0 s" in caplog.text
-    harness.now += HEARTBEAT_S + MAX_STALL_S + 0.001
+    harness.clock.advance(HEARTBEAT_S + MAX_STALL_S + 0.001)
     assert await harness.beat() == ["suspect_all", "heartbeat"], "another one"

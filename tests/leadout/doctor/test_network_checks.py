@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from cluster.config import RouterConfig, WorkerConfig
+from leadout.doctor import network_checks
 from leadout.doctor.check import Status
 from leadout.doctor.network_checks import check_router_port, check_worker_address, judge_worker_address
 from tests.leadout.http_server import as_json, scripted_server
@@ -15,7 +16,8 @@ _LOCAL = "redis://127.0.0.1:6379/0"
 _REMOTE = "redis://registry.example:6379/0"
 
 
-def test_a_port_in_use_and_then_free() -> None:
+def test_a_port_in_use_and_then_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_checks, "_HTTP_TIMEOUT_S", 0.1)  # who listens never answers
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

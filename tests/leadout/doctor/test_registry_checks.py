@@ -133,5 +133,16 @@ def test_a_far_registry_and_an_old_one() -> None:
     assert judge_answer("redis://x", {}, 0.001, (0, 0)).data["version"] == "of unknown version"
 
 
+@pytest.mark.parametrize("which", ["allkeys", "volatile"])
+@pytest.mark.parametrize("how", ["lru", "lfu", "random", "ttl"])
+def test_every_policy_that_evicts_is_a_warning(which: str, how: str) -> None:
+    """Also of keys with a time to live only: the workers' records have one."""
+    for max_memory in (0, 100 << 20):
+        finding = judge_eviction(f"{which}-{how}", max_memory)
+        assert finding.status == "warning"
+        assert "noeviction" in finding.remedy
+        assert judge_eviction("noeviction", max_memory).status == "ok"
+
+
 def test_a_policy_that_is_not_told() -> None:
     assert judge_eviction("", 0).status == "warning"
