@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from cluster.config_docs import configuration_markdown
 from cluster.metrics import WorkerMetrics
-from router.api.unsupported_fields import unsupported_fields_markdown
+from router.api.request.unsupported_fields import unsupported_fields_markdown
 from router.metrics import RouterMetrics
 
 DOCS = Path(__file__).parent.parent / "docs"

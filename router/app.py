@@ -18,12 +18,12 @@ from router.api.chat import chat_completions
 from router.api.cluster import DrainRequest, cluster_state, drain_worker
 from router.api.completions import completions
 from router.api.errors import ApiError, ClientDisconnectedError
-from router.api.json_body import parse_body
 from router.api.models import get_model, list_models
 from router.api.operator_access import check_operator
-from router.api.request_body import read_body
-from router.api.schemas import ChatCompletionRequest, CompletionRequest
-from router.api.streaming import CLIENT_CLOSED_REQUEST
+from router.api.request.json_body import parse_body
+from router.api.request.request_body import read_body
+from router.api.request.schemas import ChatCompletionRequest, CompletionRequest
+from router.api.response.streaming import CLIENT_CLOSED_REQUEST
 from router.openapi import ERRORS, EVENT_STREAM, body_schema
 from router.request_middleware import RequestMiddleware, method_of, record_error
 from router.services import RouterServices

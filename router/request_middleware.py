@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.errors import ApiError, internal_error, overloaded
-from router.api.streaming import CLIENT_CLOSED_REQUEST
+from router.api.response.streaming import CLIENT_CLOSED_REQUEST
 from router.rejection_log import Rejection, address_text
 from router.services import RouterServices
 

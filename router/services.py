@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from router.admission import Admission
 from router.api.errors import model_not_found, no_worker
-from router.api.validation import ServedModel
+from router.api.request.validation import ServedModel
 from router.body_workers import BodyWorkers
 from router.cluster_view import ClusterView, Connect
 from router.dispatch import Dispatcher

@@ -7,11 +7,11 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.body_work import prepare
-from router.api.chat_shape import ChatShape
-from router.api.preparation import prepare_chat
-from router.api.request_body import read_body
-from router.api.respond import respond
+from router.api.request.body_work import prepare
+from router.api.request.preparation import prepare_chat
+from router.api.request.request_body import read_body
+from router.api.response.chat_shape import ChatShape
+from router.api.response.respond import respond
 from router.services import RouterServices
 
 

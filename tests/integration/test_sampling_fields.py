@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.sampling_params import SamplingParams
-from router.api.schemas import CompletionRequest
-from router.api.validation import ServedModel, sampling_params
+from router.api.request.schemas import CompletionRequest
+from router.api.request.validation import ServedModel, sampling_params
 from tests.engine.prefix_runner import EOS, VOCAB_SIZE, Collector, make_engine, new_request
 from tests.router.request_values import sampling_bodies
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from router.api.body_limits import BodyLimits, check_counts, check_request_tokens, max_request_tokens
 from router.api.errors import ApiError
+from router.api.request.body_limits import BodyLimits, check_counts, check_request_tokens, max_request_tokens
 
 LIMITS = BodyLimits(max_messages=3, max_content_parts=4, max_prompts=2)
 MESSAGE = {"role": "user", "content": "x"}

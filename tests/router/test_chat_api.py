@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.messages import TokenLogprobs
-from router.api.logprobs import spelling
-from router.api.seeds import choice_seed
+from router.api.response.logprobs import spelling
+from router.api.response.seeds import choice_seed
 from tests.router.conftest import MODEL, StartRouter
 from tests.router.scripted_worker import EOS, ScriptedWorker, answer, endless, until
 from text_pipeline.tokenizer import Tokenizer

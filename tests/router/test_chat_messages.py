@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from router.api.chat_messages import chat_messages, fit_to_template
 from router.api.errors import ApiError
-from router.api.schemas import ChatCompletionRequest
+from router.api.request.chat_messages import chat_messages, fit_to_template
+from router.api.request.schemas import ChatCompletionRequest
 from tests.router.conftest import MODEL, StartRouter
 from tests.router.scripted_worker import EOS, answer
 from tests.router.test_chat_api import MakeWorker

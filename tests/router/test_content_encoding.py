@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from router.api.content_encoding import _PIECE, BodyDecoder
 from router.api.errors import ApiError
+from router.api.request.content_encoding import _PIECE, BodyDecoder
 from tests.router.conftest import MODEL, StartRouter
 from tests.router.scripted_worker import ScriptedWorker, answer
 

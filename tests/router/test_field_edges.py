@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from cluster.sampling_params import SamplingParams
-from router.api.schemas import ChatCompletionRequest, CompletionRequest, StreamOptions
+from router.api.request.schemas import ChatCompletionRequest, CompletionRequest, StreamOptions
 from router.in_flight import SequenceRequest
 from tests.router.conftest import MODEL, RunningRouter, StartRouter
 from tests.router.request_values import EDGES, NUMBERS, mixed_bodies

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.api.body_work import INLINE_BODY_BYTES
+from router.api.request.body_work import INLINE_BODY_BYTES
 from tests.router import body_functions
 from tests.router.conftest import MODEL, StartRouter
 from tests.router.factories import load_report
@@ -38,9 +38,9 @@ async def test_nothing_is_done_here(
 ) -> None:
     router = await start_router(large_model)
     for place in (
-        "router.api.preparation.parse_body",
-        "router.api.preparation.chat_messages",
-        "router.api.preparation.completion_prompts",
+        "router.api.request.preparation.parse_body",
+        "router.api.request.preparation.chat_messages",
+        "router.api.request.preparation.completion_prompts",
         "router.prompt_hashes.hash_blocks",
         "text_pipeline.stop_strings._borders",
     ):

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as BackendTokenizer
 
 from cluster.messages import TokenLogprobs
-from router.api.logprobs import chat_logprobs, completion_logprobs, spelling
+from router.api.response.logprobs import chat_logprobs, completion_logprobs, spelling
 from tests.router.conftest import MODEL, StartRouter
 from tests.router.scripted_worker import EOS, ScriptedWorker, answer
 from text_pipeline.detokenizer import IncrementalDetokenizer

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from router.api.body_limits import BodyLimits
 from router.api.errors import ApiError, no_worker
-from router.api.preparation import PreparationContext, prepare_chat, prepare_completion
-from router.api.validation import ServedModel
+from router.api.request.body_limits import BodyLimits
+from router.api.request.preparation import PreparationContext, prepare_chat, prepare_completion
+from router.api.request.validation import ServedModel
 from router.prompt_hashes import PromptHashes
 from text_pipeline.text_model import TextModel
 

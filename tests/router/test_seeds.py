@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.seeds import choice_seed
+from router.api.response.seeds import choice_seed
 from tests.router.conftest import MODEL, StartRouter
 from tests.router.scripted_worker import EOS, ScriptedWorker, answer
 from text_pipeline.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.clock import ManualClock
-from router.api.silence_timer import SilenceTimer
+from router.api.response.silence_timer import SilenceTimer
 from tests.router.dispatch_bench import ManualTimers
 
 

@@ -9,9 +9,9 @@ from openai.types import completion_create_params as openai_completions
 from openai.types.chat import completion_create_params as openai_chat
 
 from router.api.errors import ApiError
-from router.api.schemas import ChatCompletionRequest, CompletionRequest, StreamOptions
-from router.api.unsupported_fields import IGNORED, UNSUPPORTED, check_extra_fields
-from router.api.validation import check_chat_supported, check_completion_supported
+from router.api.request.schemas import ChatCompletionRequest, CompletionRequest, StreamOptions
+from router.api.request.unsupported_fields import IGNORED, UNSUPPORTED, check_extra_fields
+from router.api.request.validation import check_chat_supported, check_completion_supported
 from tests.router.conftest import MODEL, StartRouter
 from tests.router.scripted_worker import EOS, answer
 from tests.router.test_chat_api import QUESTION, MakeWorker

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cluster.messages import RequestTimings
-from router.api.usage import UsageCounter
+from router.api.response.usage import UsageCounter
 from tests.router.conftest import MODEL, RunningRouter, StartRouter
 from tests.router.scripted_worker import EOS, ScriptedWorker, answer
 from text_pipeline.tokenizer import Tokenizer

@@ -9,8 +9,8 @@ import pytest
 from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from cluster.sampling_params import SamplingParams
 from router.api.errors import ApiError
-from router.api.schemas import CompletionRequest
-from router.api.validation import ServedModel, sampling_params
+from router.api.request.schemas import CompletionRequest
+from router.api.request.validation import ServedModel, sampling_params
 
 
 def sampling(defaults: GenerationDefaults = OPENAI_DEFAULTS, **body: Any) -> SamplingParams:

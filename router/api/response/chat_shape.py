@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cluster.messages import TokenLogprobs
-from router.api.choices import ChoiceDelta
-from router.api.logprobs import chat_logprobs
-from router.api.respond import FinishedChoice
-from router.api.schemas import ChatCompletionRequest
+from router.api.request.schemas import ChatCompletionRequest
+from router.api.response.choices import ChoiceDelta
+from router.api.response.logprobs import chat_logprobs
+from router.api.response.respond import FinishedChoice
 from router.services import RouterServices
 
 

@@ -12,13 +12,13 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
-from router.api.body_limits import BodyLimits, check_counts, check_request_tokens
-from router.api.chat_messages import chat_messages, fit_to_template
 from router.api.errors import ApiError, bad_request, context_length_exceeded, model_not_found
-from router.api.generation_spec import GenerationSpec, new_response_id
-from router.api.json_body import parse_body
-from router.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
-from router.api.validation import (
+from router.api.request.body_limits import BodyLimits, check_counts, check_request_tokens
+from router.api.request.chat_messages import chat_messages, fit_to_template
+from router.api.request.generation_spec import GenerationSpec, new_response_id
+from router.api.request.json_body import parse_body
+from router.api.request.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
+from router.api.request.validation import (
     ServedModel,
     check_chat_supported,
     check_completion_supported,

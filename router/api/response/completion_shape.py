@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cluster.messages import TokenLogprobs
-from router.api.choices import ChoiceDelta
-from router.api.generation_spec import GenerationSpec
-from router.api.logprobs import completion_logprobs
-from router.api.respond import FinishedChoice
-from router.api.schemas import CompletionRequest
+from router.api.request.generation_spec import GenerationSpec
+from router.api.request.schemas import CompletionRequest
+from router.api.response.choices import ChoiceDelta
+from router.api.response.logprobs import completion_logprobs
+from router.api.response.respond import FinishedChoice
 from router.services import RouterServices
 from text_pipeline.detokenizer import IncrementalDetokenizer
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.sampling_params import SamplingParams
-from router.api.validation import ServedModel
+from router.api.request.validation import ServedModel
 from router.prompt_hashes import PromptHashes
 from text_pipeline.stop_strings import StopStrings
 

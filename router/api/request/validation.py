@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from cluster.sampling_params import SamplingParams
 from router.api.errors import bad_request, context_length_exceeded, unsupported
-from router.api.schemas import (
+from router.api.request.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     SamplingFields,
 )
-from router.api.unsupported_fields import check_extra_fields
+from router.api.request.unsupported_fields import check_extra_fields
 from text_pipeline.stop_strings import StopStrings
 
 _Number = TypeVar("_Number", int, float)

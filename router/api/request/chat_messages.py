@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from router.api.errors import ApiError, bad_request, unsupported
-from router.api.schemas import ChatMessage, ContentPart, FunctionCall, ToolCall
+from router.api.request.schemas import ChatMessage, ContentPart, FunctionCall, ToolCall
 from text_pipeline.chat_template import ChatTemplate
 from text_pipeline.tool_messages import fit_tool_calls, tool_support
 

@@ -6,9 +6,9 @@ import asyncio
 
 from starlette.requests import ClientDisconnect, Request
 
-from router.api.content_encoding import BodyDecoder
 from router.api.errors import ApiError, ClientDisconnectedError
-from router.api.generation import request_timeout_ms
+from router.api.request.content_encoding import BodyDecoder
+from router.api.response.generation import request_timeout_ms
 from router.services import RouterLimits
 
 

@@ -11,7 +11,6 @@ from starlette.requests import Request
 
 from cluster.messages import TokenOutput
 from router.admission import AdmissionError
-from router.api.choices import ChoiceDelta, ChoiceText
 from router.api.errors import (
     ClientDisconnectedError,
     bad_request,
@@ -19,9 +18,10 @@ from router.api.errors import (
     no_worker,
     overloaded,
 )
-from router.api.generation_spec import GenerationSpec
-from router.api.seeds import choice_seed
-from router.api.usage import UsageCounter
+from router.api.request.generation_spec import GenerationSpec
+from router.api.response.choices import ChoiceDelta, ChoiceText
+from router.api.response.seeds import choice_seed
+from router.api.response.usage import UsageCounter
 from router.in_flight import Generation, SequenceRequest
 from router.policy.plan import NoWorkerError, Plan
 from router.services import RouterServices

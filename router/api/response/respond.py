@@ -11,13 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.messages import TokenLogprobs
-from router.api.choices import ChoiceDelta
 from router.api.errors import ApiError, ClientDisconnectedError
-from router.api.generation import ActiveGeneration
-from router.api.generation_spec import GenerationSpec
-from router.api.schemas import SamplingFields, StreamOptions
-from router.api.silence_timer import SilenceTimer
-from router.api.streaming import CLIENT_CLOSED_REQUEST, DONE, KEEP_ALIVE, EventStreamResponse, sse_event
+from router.api.request.generation_spec import GenerationSpec
+from router.api.request.schemas import SamplingFields, StreamOptions
+from router.api.response.choices import ChoiceDelta
+from router.api.response.generation import ActiveGeneration
+from router.api.response.silence_timer import SilenceTimer
+from router.api.response.streaming import (
+    CLIENT_CLOSED_REQUEST,
+    DONE,
+    KEEP_ALIVE,
+    EventStreamResponse,
+    sse_event,
+)
 from router.services import RouterServices
 
 

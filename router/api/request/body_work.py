@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from router.api.body_limits import BodyLimits
 from router.api.errors import ApiError, ClientDisconnectedError
-from router.api.generation import request_timeout_ms
-from router.api.preparation import PreparationContext, Prepared
-from router.api.schemas import SamplingFields
-from router.api.validation import ServedModel
+from router.api.request.body_limits import BodyLimits
+from router.api.request.preparation import PreparationContext, Prepared
+from router.api.request.schemas import SamplingFields
+from router.api.request.validation import ServedModel
+from router.api.response.generation import request_timeout_ms
 from router.services import RouterServices
 from text_pipeline.text_model import TextModel
 

@@ -1,0 +1,1 @@
+"""From what workers generate to the answer: text, log-probabilities, usage, streamed or whole."""
