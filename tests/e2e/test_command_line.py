@@ -36,7 +36,7 @@ def test_status(one_prefill_one_decode: RunningCluster) -> None:
 
 def test_chat_reads_lines_and_remembers(one_prefill_one_decode: RunningCluster) -> None:
     lines = "What is the capital of France?\n/reset\n/nonsense\n/exit\n"
-    shown = leadout("chat", "--url", one_prefill_one_decode.url, "--temperature", "0", stdin=lines)
+    shown = leadout("chat", "--url", one_prefill_one_decode.url, "--max-tokens", "40", stdin=lines)
     assert shown.returncode == 0, shown.stderr
     assert "Paris" in shown.stdout
     assert "unknown command /nonsense" in shown.stdout

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -81,12 +80,9 @@ def test_a_client_that_leaves_frees_its_blocks_on_both_workers(
         "stream": True,
     }
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
-        lines = response.iter_lines()
-        assert next(lines).startswith("data: ")
-        cluster.wait_until(lambda: "decode-0" in cluster.leaked_blocks(), 5)
-    left_at = time.monotonic()
-    cluster.wait_until_idle(5)
-    print(f"blocks were free {time.monotonic() - left_at:.2f} s after the client left")
+        assert any(line.startswith("data: ") for line in response.iter_lines())
+        cluster.wait_until(lambda: "decode-0" in cluster.leaked_blocks(), 30)
+    cluster.wait_until_idle()
 
 
 def test_a_client_that_leaves_during_prefill_frees_its_blocks(one_prefill_one_decode: RunningCluster) -> None:
@@ -94,14 +90,9 @@ def test_a_client_that_leaves_during_prefill_frees_its_blocks(one_prefill_one_de
     cluster.wait_until_idle()
     prompt = " ".join(f"word{number}" for number in range(700))  # seconds of prefill
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 8}
-
-    def post_and_leave() -> None:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=1.0)
-
-    client = threading.Thread(target=post_and_leave)
-    client.start()
-    cluster.wait_until(lambda: "prefill-0" in cluster.leaked_blocks(), 5)
-    client.join()
-    cluster.wait_until_idle(5)
+    client = http.client.HTTPConnection(cluster.url.removeprefix("http://"))
+    client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    cluster.wait_until(lambda: "prefill-0" in cluster.leaked_blocks(), 30)
+    client.close()
+    cluster.wait_until_idle()
     assert cluster.complete(prompt="Still there?", max_tokens=2)["choices"][0]["finish_reason"] == "length"
