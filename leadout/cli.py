@@ -214,7 +214,7 @@ def bench(
         num_warmup=warmup,
         goodput=limits,
         as_json=as_json,
-        number_formats=asyncio.run(find_number_formats(base)),
+        number_formats=asyncio.run(find_number_formats(target)),
     )
     raise typer.Exit(1 if result.num_failed else 0)
 

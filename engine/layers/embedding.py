@@ -19,15 +19,15 @@ class EmbeddingAndHead:
         config, weights, backend = context.config, context.weights, context.backend
         self._backend = backend
         shape = (config.vocab_size, config.hidden_size)
-        dtype = backend.number_format.weights
-        self._stored_rows = weights.quantized_rows("model.embed_tokens.weight", dtype)
-        table = weights.take("model.embed_tokens.weight", shape, dtype)
-        self._table = table if self._stored_rows is None else None
+        number_format = backend.number_format
+        self._stored_rows = weights.quantized_rows("model.embed_tokens.weight", number_format.weights)
+        table = weights.take("model.embed_tokens.weight", shape, number_format.loaded)
+        self._table = table.to(number_format.weights) if self._stored_rows is None else None
         if config.tie_word_embeddings:
             weights.ignore("lm_head.weight")  # some checkpoints store the tied copy
             head = table
         else:
-            head = weights.take("lm_head.weight", shape, dtype)
+            head = weights.take("lm_head.weight", shape, number_format.loaded)
         try:
             self._head = backend.prepack_head(head)
         except WeightRangeError as error:

@@ -36,7 +36,7 @@ def build_merged_linear(
     ``parts`` gives each layer's name and number of output features. Raises WeightError for a missing or
     misshapen tensor, WeightRangeError for a weight that the number format cannot hold.
     """
-    take, backend, dtype = context.weights.take, context.backend, context.backend.number_format.weights
+    take, backend, dtype = context.weights.take, context.backend, context.backend.number_format.loaded
     weights = [take(f"{name}.weight", (size, in_features), dtype) for name, size in parts]
     biases = [take(f"{name}.bias", (size,), torch.float32) for name, size in parts] if bias else []
     try:

@@ -75,7 +75,7 @@ class Backend(Protocol):
         """For people: which kernels compute the linear layers."""
 
     def prepack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-        """Lays ``weight``, ``[out_features, in_features]`` in the format's dtype, out for :meth:`linear`.
+        """Lays ``weight``, ``[out_features, in_features]`` as loaded, out for :meth:`linear`.
 
         The caller gives the tensor up. Raises WeightRangeError where the kernels cannot hold a weight.
         """

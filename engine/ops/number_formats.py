@@ -20,6 +20,11 @@ class NumberFormat:
     activations: torch.dtype  # inputs and outputs of linear layers
     kv_cache: torch.dtype
 
+    @property
+    def loaded(self) -> torch.dtype:
+        """What weights are read as, to be packed: the kernels for float16 round by themselves."""
+        return torch.float32 if self.weights is torch.float16 else self.weights
+
 
 FLOAT32 = NumberFormat("float32", torch.float32, torch.float32, torch.float32)
 FLOAT16 = NumberFormat("float16", torch.float16, torch.float32, torch.float16)

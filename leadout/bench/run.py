@@ -78,11 +78,11 @@ async def find_model(url: str) -> str:
     return models[0]
 
 
-async def find_number_formats(url: str) -> tuple[str, ...]:
+async def find_number_formats(target: Target) -> tuple[str, ...]:
     """What a Leadout server's workers compute in, each once; empty if it is another server."""
     try:
         async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
-            response = await client.get(f"{url}/cluster")
+            response = await client.get(f"{target.url}/cluster", headers=target.headers)
             response.raise_for_status()
             workers = response.json()["workers"]
             return tuple(sorted({f"{worker['dtype']}: {worker['kernels']}" for worker in workers}))

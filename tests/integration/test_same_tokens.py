@@ -93,7 +93,7 @@ def test_two_prefill_and_two_decode_workers_all_prompts_at_once(
 @pytest.mark.parametrize("dtype", OTHERS)
 def test_a_prompt_computed_there_and_here_in_the_other_formats(dtype: str) -> None:
     cluster = RunningCluster(prefill=1, decode=1, settings={"model.dtype": dtype})
-    prompts = [{"max_tokens": 8, **body} for body in PROMPTS if body.get("prompt") is not LONG]
+    prompts = [{**PROMPTS[index], "max_tokens": 8} for index in (1, 3, 5, 7)]
     there = [answer(cluster, body) for body in prompts]
     loads = {worker["id"]: worker["load"] for worker in cluster.workers()}
     assert loads["prefill-0"]["prompt_tokens_total"] > 100

@@ -165,7 +165,7 @@ _WORKERS = [{"dtype": "float16", "kernels": "some"}, {"dtype": "float16", "kerne
 )
 async def test_what_a_leadout_server_computes_in(answer: Answer, formats: tuple[str, ...]) -> None:
     with scripted_server(lambda _request: answer) as server:
-        assert await find_number_formats(server.url) == formats
+        assert await find_number_formats(Target(url=server.url, model="m")) == formats
 
 
 def _run_bench(url: str, *, as_json: bool = False, goodput: Goodput | None = None, **options: Any) -> Any:
