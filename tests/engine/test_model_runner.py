@@ -157,12 +157,11 @@ def check_batch_sizes(model: LoadedModel, sizes: list[int]) -> None:
         assert torch.equal(driver.step(last, *decoding[: size - 1])[0], expected), f"batch of {size}, first"
 
 
-BATCH_SIZES = [*range(2, 17), 31, 32, 33, 37, 38, 64, 127, 128]
+BATCH_SIZES = [*range(2, 9), 13, 14, 31, 32, 37, 38, 128]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_company_and_chunks_change_no_bit(odd: LoadedModel, seed: int) -> None:
-    check_in_company(odd, seed)
+def test_company_and_chunks_change_no_bit(odd: LoadedModel) -> None:
+    check_in_company(odd, 0)
 
 
 def test_decoding_gives_the_same_bits_as_recomputing_after_preemption(odd: LoadedModel) -> None:

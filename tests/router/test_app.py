@@ -68,7 +68,7 @@ async def test_options_without_cors(start_router: StartRouter) -> None:
 async def test_the_small_routes(
     start_router: StartRouter, make_worker: Callable[..., ScriptedWorker]
 ) -> None:
-    router = await start_router(make_worker("d0", script=endless(5)))
+    router = await start_router(make_worker("d0", script=endless(500)))  # a token with a text
     version = importlib.metadata.version("leadout")
     assert (await router.http.get("/version")).json() == {"version": version}
     assert (await router.http.get("/ping")).status_code == 200
