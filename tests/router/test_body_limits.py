@@ -20,7 +20,7 @@ PART = {"type": "text", "text": "x"}
         (
             {"messages": [MESSAGE] * 4},
             "messages",
-            "At most 3 entries are allowed (router.max_messages), got 4.",
+            "At most 3 entries of 'messages' are allowed (router.max_messages), got 4.",
         ),
         (
             {"messages": [{"content": [PART] * 3}, {"tool_calls": [{}] * 2}]},
@@ -35,7 +35,11 @@ PART = {"type": "text", "text": "x"}
         ({"stop": ["a"] * 17}, "stop", "At most 16 stop strings are allowed, got 17."),
         ({"stop": "a" * 1025}, "stop", "A stop string may have 1024 bytes, and this has 1025."),
         ({"stop": ["a", "é" * 513]}, "stop[1]", "A stop string may have 1024 bytes, and this has 1026."),
-        ({"stop_token_ids": [1] * 129}, "stop_token_ids", "At most 128 entries are allowed, got 129."),
+        (
+            {"stop_token_ids": [1] * 129},
+            "stop_token_ids",
+            "At most 128 entries of 'stop_token_ids' are allowed, got 129.",
+        ),
         ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "logit_bias", "got 1025"),
         ({"tools": [{}] * 129}, "tools", "got 129"),
         ({"functions": [{}] * 129}, "functions", "got 129"),

@@ -124,6 +124,7 @@ def _check_stop_strings(stop: object) -> None:
             )
 
 
-def _too_many(param: str, number: int, limit: int, setting: str = "", *, what: str = "entries") -> ApiError:
+def _too_many(param: str, number: int, limit: int, setting: str = "", *, what: str = "") -> ApiError:
+    counted = what or f"entries of {param!r}"
     where = f" ({setting})" if setting else ""
-    return bad_request(f"At most {limit} {what} are allowed{where}, got {number}.", param)
+    return bad_request(f"At most {limit} {counted} are allowed{where}, got {number}.", param)

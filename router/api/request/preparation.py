@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel
 
+from cluster.sampling_params import SamplingParams
 from router.api.errors import ApiError, bad_request, context_length_exceeded, model_not_found
 from router.api.request.body_limits import BodyLimits, check_counts, check_request_tokens
 from router.api.request.chat_messages import chat_messages, fit_to_template
@@ -90,22 +91,8 @@ def prepare_chat(
     requested = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     max_tokens = resolve_max_tokens(requested, None, len(prompt), model, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    spec = GenerationSpec(
-        response_id=new_response_id("chatcmpl"),
-        endpoint="chat",
-        model=model,
-        prompts=[prompt],
-        hashes=[_hashes(prompt, body, context)],
-        sampling=[sampling_params(body, model, max_tokens=max_tokens, logprobs=logprobs)],
-        n=_num_choices(body, context.limits),
-        stop_strings=stop_strings(body),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        include_stop_in_output=bool(body.include_stop_str_in_output),
-        cache_salt=body.cache_salt or "",
-        continues_prompt_text=False,
-        timeout_ms=context.timeout_ms,
-        received_at=context.received_at,
-    )
+    sampling = sampling_params(body, model, max_tokens=max_tokens, logprobs=logprobs)
+    spec = _spec("chat", body, context, model, [prompt], [sampling])
     return Prepared(spec, without_contents(body))
 
 
@@ -126,22 +113,7 @@ def prepare_completion(
             body.max_tokens, _DEFAULT_COMPLETION_TOKENS, len(prompt), model, param
         )
         sampling.append(sampling_params(body, model, max_tokens=max_tokens, logprobs=body.logprobs))
-    spec = GenerationSpec(
-        response_id=new_response_id("cmpl"),
-        endpoint="completions",
-        model=model,
-        prompts=token_ids,
-        hashes=[_hashes(prompt, body, context) for prompt in token_ids],
-        sampling=sampling,
-        n=_num_choices(body, context.limits),
-        stop_strings=stop_strings(body),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        include_stop_in_output=bool(body.include_stop_str_in_output),
-        cache_salt=body.cache_salt or "",
-        continues_prompt_text=True,
-        timeout_ms=context.timeout_ms,
-        received_at=context.received_at,
-    )
+    spec = _spec("completions", body, context, model, token_ids, sampling)
     echo = [
         prompt if isinstance(prompt, str) else text_model.tokenizer.decode(prompt)
         for prompt in (prompts if body.echo else ())
@@ -157,6 +129,33 @@ def without_contents(body: BodyT) -> BodyT:
         if name in body.model_fields_set and isinstance(value, bool | int | float | BaseModel):
             kept[name] = value
     return type(body).model_construct(None, **kept)
+
+
+def _spec(
+    endpoint: Literal["chat", "completions"],
+    body: SamplingFields,
+    context: PreparationContext,
+    model: ServedModel,
+    prompts: list[list[int]],
+    sampling: list[SamplingParams],
+) -> GenerationSpec:
+    is_chat = endpoint == "chat"
+    return GenerationSpec(
+        response_id=new_response_id("chatcmpl" if is_chat else "cmpl"),
+        endpoint=endpoint,
+        model=model,
+        prompts=prompts,
+        hashes=[_hashes(prompt, body, context) for prompt in prompts],
+        sampling=sampling,
+        n=_num_choices(body, context.limits),
+        stop_strings=stop_strings(body),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        include_stop_in_output=bool(body.include_stop_str_in_output),
+        cache_salt=body.cache_salt or "",
+        continues_prompt_text=not is_chat,
+        timeout_ms=context.timeout_ms,
+        received_at=context.received_at,
+    )
 
 
 def _check_counts(raw: dict[str, Any], context: PreparationContext) -> None:

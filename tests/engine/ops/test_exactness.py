@@ -20,7 +20,7 @@ from engine.kv_cache_storage import KvCacheStorage
 from engine.ops.backend import SequenceSpan
 from engine.ops.cpu import CpuBackend
 from engine.ops.cpu_linear import EmulatedBfloat16Linear, LinearKernel, RowByRowLinear, linear_kernel
-from engine.ops.number_formats import BFLOAT16, FLOAT32, NumberFormat
+from engine.ops.number_formats import BFLOAT16, FLOAT32, NumberFormat, number_formats
 from tests.engine.formats import FORMATS, name_of
 
 IS_LOWERED = "LEADOUT_TEST_LOWERED" in os.environ  # runs for test_the_same_on_a_processor_with_less
@@ -185,7 +185,5 @@ def test_the_same_on_a_processor_with_less(onednn: str, aten: str) -> None:
 
 
 def test_bfloat16_is_never_chosen_by_itself() -> None:
-    from engine.ops.number_formats import number_formats
-
     for has_float16 in (True, False):
         assert BFLOAT16 not in number_formats("auto", has_float16=has_float16)
