@@ -22,14 +22,14 @@ from pathlib import Path
 
 import torch
 
-from cluster.gguf import GgufFile
-from cluster.model_source import BUNDLED_MODEL, resolve_model
 from engine.batch import Batch, ScheduledSequence
 from engine.kv_cache_storage import KvCacheStorage
 from engine.model_runner import ModelRunner, kv_layout
 from engine.models.load import load_model
 from engine.ops.cpu import CpuBackend
 from engine.ops.number_formats import BFLOAT16, FLOAT16, FLOAT32, NumberFormat, has_float16_linear
+from model_files.gguf import GgufFile
+from model_files.model_source import BUNDLED_MODEL, resolve_model
 from text_pipeline.text_model import TextModel, load_text_model
 
 BLOCK_SIZE = 16

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from cluster.config import LogConfig
+from cluster.config.settings import LogConfig
 
 _OWN_FIELDS = frozenset(vars(logging.LogRecord("", 0, "", 0, "", (), None))) | {
     "message",

@@ -20,8 +20,8 @@ import redis.asyncio as redis
 from redis.exceptions import RedisError
 
 from cluster.clock import Clock, SystemClock
-from cluster.config import RegistryConfig
-from cluster.config_values import mask_password
+from cluster.config.settings import RegistryConfig
+from cluster.config.values import mask_password
 from cluster.members import Members, RouterRecord, WorkerRecord, check_address
 from cluster.problem_log import ProblemLog
 from cluster.registry_scripts import DELETE, INCARNATION_DIGITS, LIST, PUT

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from cluster.block_hash import root_hash
 from cluster.kv_layout import KvLayout
-from cluster.model_source import ModelSource, model_fingerprint
 from engine.engine import Engine
 from engine.kv_cache_storage import KvCacheStorage
 from engine.model_runner import ModelRunner, kv_layout
@@ -24,6 +23,7 @@ from engine.ops.number_formats import (
     number_formats,
 )
 from engine.scheduler.config import SchedulerConfig
+from model_files.model_source import ModelSource, model_fingerprint
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 import yaml
 
-from cluster.config import ConfigError, LeadoutConfig, load_config
+from cluster.config.settings import ConfigError, LeadoutConfig, load_config
 from leadout.errors import UserError
 
 app = typer.Typer(
@@ -283,7 +283,7 @@ def _run_worker(
     settings: list[str] | None,
 ) -> None:
     gc.disable()  # what torch makes when it is imported is no garbage: looking for some takes a tenth of it
-    from leadout.worker_process import run_worker
+    from leadout.worker.process import run_worker
 
     gc.freeze()  # nor is it looked through later, between two steps
     gc.enable()

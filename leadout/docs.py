@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from cluster.config_docs import configuration_markdown
+from cluster.config.docs import configuration_markdown
 from cluster.metrics import WorkerMetrics
 from router.api.request.unsupported_fields import unsupported_fields_markdown
 from router.metrics import RouterMetrics

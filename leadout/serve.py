@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.config import LeadoutConfig
+from cluster.config.settings import LeadoutConfig
 from leadout.console import wide_console
-from leadout.local_cluster import ClusterEvents, LocalCluster
+from leadout.local.cluster import ClusterEvents, LocalCluster
 
 _QUIET_LEVELS = ("debug", "info")
 

@@ -15,14 +15,14 @@ from collections.abc import Callable
 import uvloop
 
 from cluster.clock import SystemClock
-from cluster.config import LeadoutConfig
-from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults, generation_defaults
+from cluster.config.settings import LeadoutConfig
 from cluster.logging_setup import configure_logging
 from cluster.members import RouterRecord, WorkerRecord
 from cluster.messages import Envelope
-from cluster.model_source import ModelSource, resolve_model
 from cluster.registry import Registry, StaleIncarnationError
 from cluster.rpc import RpcConnection
+from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults, generation_defaults
+from model_files.model_source import ModelSource, resolve_model
 from router.app import create_app
 from router.http_protocol import HttpLimits
 from router.http_server import HttpServer, allow_open_files, bind_listener, listener_url

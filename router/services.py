@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
+from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from router.admission import Admission
 from router.api.errors import model_not_found, no_worker
 from router.api.request.validation import ServedModel

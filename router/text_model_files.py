@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.gguf import GgufFile
-from cluster.model_source import ModelSource
+from model_files.gguf import GgufFile
+from model_files.model_source import ModelSource
 from text_pipeline.text_model import TextModel, load_text_model
 
 

@@ -12,14 +12,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ALLOWED: dict[str, set[str]] = {
     "cluster": set(),
+    "model_files": {"cluster"},
     "text_pipeline": set(),
-    "engine": {"cluster"},
+    "engine": {"cluster", "model_files"},
     "kv_transfer": {"cluster"},
     "prefill_worker": {"cluster", "engine", "kv_transfer"},
     "decode_worker": {"cluster", "engine", "kv_transfer"},
-    "router": {"cluster", "text_pipeline"},
+    "router": {"cluster", "model_files", "text_pipeline"},
     "leadout": {
         "cluster",
+        "model_files",
         "text_pipeline",
         "engine",
         "kv_transfer",
@@ -28,16 +30,22 @@ ALLOWED: dict[str, set[str]] = {
         "router",
     },
 }
-# The engine knows no network: of cluster/ only plain types, hashes, and files.
+# The engine knows no network: of cluster/ only plain types and hashes.
 ENGINE_MAY_USE = {
     "cluster.block_hash",
-    "cluster.gguf",
     "cluster.kv_layout",
     "cluster.messages",
-    "cluster.model_source",
     "cluster.sampling_params",
 }
-WITHOUT_TORCH = ("cluster", "text_pipeline", "router", "prefill_worker", "decode_worker", "engine/scheduler")
+WITHOUT_TORCH = (
+    "cluster",
+    "model_files",
+    "text_pipeline",
+    "router",
+    "prefill_worker",
+    "decode_worker",
+    "engine/scheduler",
+)
 PURE = {  # take data, return data
     "engine/scheduler": {"torch", "time", "datetime", "asyncio", "threading", "socket", "random", "os"},
     "router/policy": {"torch", "time", "datetime", "asyncio", "threading", "socket", "random", "os"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 
-from cluster.gguf import GgufFile, GgufValue
 from engine.models.config import (
     FrequencyDivisors,
     LinearScaling,
@@ -15,6 +14,7 @@ from engine.models.config import (
     RopeScaling,
     YarnScaling,
 )
+from model_files.gguf import GgufFile, GgufValue
 
 SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_DIVISORS_TENSOR = "rope_freqs.weight"

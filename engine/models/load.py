@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster.gguf import GgufFile
-from cluster.model_source import ModelSource
 from engine.layers.build import BuildContext
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
@@ -18,6 +16,8 @@ from engine.ops.backend import Backend
 from engine.weights.gguf_weights import GgufWeights
 from engine.weights.safetensors_weights import SafetensorsWeights
 from engine.weights.source import WeightReader, WeightSource
+from model_files.gguf import GgufFile
+from model_files.model_source import ModelSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import torch
 
-from cluster.gguf import TENSOR_TYPES
+from model_files.gguf import TENSOR_TYPES
 
 # Elements handled at a time: the float32 intermediate of 1 MB stays in the CPU's second-level cache.
 _CHUNK_ELEMENTS = 2**18

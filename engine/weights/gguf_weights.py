@@ -8,12 +8,12 @@ from types import MappingProxyType
 
 import torch
 
-from cluster.gguf import GgufFile
 from engine.models.config import ModelConfig
 from engine.models.gguf_config import ROPE_DIVISORS_TENSOR
 from engine.weights.dequantize import SUPPORTED_TYPES, dequantize, is_quantised
 from engine.weights.quantized_rows import QuantizedRows
 from engine.weights.source import WeightError
+from model_files.gguf import GgufFile
 
 _GLOBAL_NAMES: Mapping[str, str] = MappingProxyType(
     {

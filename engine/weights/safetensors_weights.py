@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from cluster.model_source import safetensors_files
 from engine.weights.source import WeightError
+from model_files.model_source import safetensors_files
 
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 

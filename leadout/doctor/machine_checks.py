@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from cluster.config import LeadoutConfig
+from cluster.config.settings import LeadoutConfig
 from leadout.cpu_plan import available_cores
 from leadout.doctor.check import Finding
 from leadout.doctor.child import ChildError, ask

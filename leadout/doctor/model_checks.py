@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from cluster.config import LeadoutConfig
-from cluster.config_values import format_size
-from cluster.model_source import ModelNotFoundError, ModelSource, resolve_model
+from cluster.config.settings import LeadoutConfig
+from cluster.config.values import format_size
 from leadout.doctor.check import Finding
 from leadout.doctor.system_files import MemoryState, memory_state
+from model_files.model_source import ModelNotFoundError, ModelSource, resolve_model
 
 # Interpreter, torch, buffers and the activations of one step: nearly 0.4 GiB with the bundled model.
 _WORKER_OVERHEAD = 512 * 1024**2
@@ -82,12 +82,12 @@ def model_sizes(source: ModelSource, config: LeadoutConfig) -> tuple[int, int]:
 
     Raises ImportError without torch, and ValueError or OSError where the engine cannot run the model.
     """
-    from cluster.gguf import GgufFile
     from engine.model_runner import kv_layout
     from engine.models.load import load_model_config
     from engine.ops.number_formats import has_float16_linear, number_formats
     from engine.weights.gguf_weights import GgufWeights
     from engine.weights.safetensors_weights import SafetensorsWeights
+    from model_files.gguf import GgufFile
 
     number_format = number_formats(config.model.dtype, has_float16=has_float16_linear())[0]
     model = load_model_config(source)

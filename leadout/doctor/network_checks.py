@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 import zmq
 
-from cluster.config import RouterConfig, WorkerConfig
+from cluster.config.settings import RouterConfig, WorkerConfig
 from leadout.doctor.check import Finding
 
 _HTTP_TIMEOUT_S = 3.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from cluster.config import KvTransferConfig
+from cluster.config.settings import KvTransferConfig
 from leadout.doctor.check import Finding
 from leadout.doctor.child import Child, ChildError
 from leadout.doctor.ucx_log import LOGGING, parse_ucx_log

@@ -8,7 +8,7 @@ import importlib.metadata
 import sys
 from types import ModuleType
 
-from kv_transfer.nixl_agent import AgentSettings, create_agent, load_nixl
+from kv_transfer.nixl.agent import AgentSettings, create_agent, load_nixl
 from kv_transfer.transport import TransportUnavailableError
 from leadout.doctor.child import read_message, send_answer
 

@@ -9,11 +9,11 @@ from typing import Any
 import redis
 from redis.exceptions import RedisError, ResponseError
 
-from cluster.config import RegistryConfig
-from cluster.config_values import mask_password
-from cluster.embedded_registry import EmbeddedRegistry, EmbeddedRegistryError
+from cluster.config.settings import RegistryConfig
+from cluster.config.values import mask_password
 from cluster.registry import Registry, RegistryUnavailableError
 from leadout.doctor.check import Finding
+from leadout.local.embedded_registry import EmbeddedRegistry, EmbeddedRegistryError
 
 _TIMEOUT_S = 3.0
 _ROUNDS = 10

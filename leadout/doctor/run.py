@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from cluster.config import LeadoutConfig
+from cluster.config.settings import LeadoutConfig
 from leadout.console import wide_console
 from leadout.doctor import machine_checks
 from leadout.doctor.accelerator_checks import check_gpus, check_rdma

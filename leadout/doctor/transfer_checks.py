@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cluster.config import KvTransferConfig
+from cluster.config.settings import KvTransferConfig
 from leadout.doctor.check import Finding
 from leadout.doctor.child import Child, ChildError
 from leadout.doctor.system_files import has_capability, read_text

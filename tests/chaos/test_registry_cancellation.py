@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from cluster.config import RegistryConfig
-from cluster.embedded_registry import EmbeddedRegistry
+from cluster.config.settings import RegistryConfig
 from cluster.registry import Registry
+from leadout.local.embedded_registry import EmbeddedRegistry
 
 pytestmark = pytest.mark.processes
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.config import LogConfig
+from cluster.config.settings import LogConfig
 from cluster.logging_setup import configure_logging
 
 

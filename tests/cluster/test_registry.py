@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from cluster.clock import Clock, ManualClock
-from cluster.config import RegistryConfig
-from cluster.embedded_registry import EmbeddedRegistry
+from cluster.config.settings import RegistryConfig
 from cluster.members import Members, RouterRecord
 from cluster.registry import Registry, RegistryUnavailableError, StaleIncarnationError
+from leadout.local.embedded_registry import EmbeddedRegistry
 from tests.router.factories import worker_record
 
 pytestmark = pytest.mark.processes

@@ -10,14 +10,6 @@ import pytest
 import torch
 
 from cluster.block_hash import hash_blocks, root_hash
-from cluster.gguf import GgufFile
-from cluster.model_source import (
-    BUNDLED_MODEL,
-    ModelNotFoundError,
-    ModelSource,
-    model_fingerprint,
-    resolve_model,
-)
 from cluster.sampling_params import SamplingParams
 from engine.create_engine import CreatedEngine, create_engine
 from engine.engine import Engine
@@ -25,6 +17,14 @@ from engine.models.config import ModelConfigError
 from engine.ops.number_formats import FLOAT32, WeightRangeError, has_float16_linear, number_formats
 from engine.scheduler.config import SchedulerConfig
 from engine.step_result import NewRequest, SequenceOutput
+from model_files.gguf import GgufFile
+from model_files.model_source import (
+    BUNDLED_MODEL,
+    ModelNotFoundError,
+    ModelSource,
+    model_fingerprint,
+    resolve_model,
+)
 from tests.engine.formats import FORMATS
 from tests.engine.models.tiny_models import COMMON, reference_model, save
 from text_pipeline.text_model import TextModel, load_text_model

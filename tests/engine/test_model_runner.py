@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.model_source import BUNDLED_MODEL, ModelSource, resolve_model
 from engine.batch import Batch, ScheduledSequence
 from engine.kv_cache_storage import KvCacheStorage
 from engine.model_runner import ModelRunner, kv_layout
 from engine.models.load import LoadedModel, load_model
 from engine.ops.cpu import CpuBackend
 from engine.ops.number_formats import BFLOAT16, FLOAT32, NumberFormat
+from model_files.model_source import BUNDLED_MODEL, ModelSource, resolve_model
 from tests.engine.formats import FORMATS, name_of
 from tests.engine.models.tiny_models import reference_model, save
 

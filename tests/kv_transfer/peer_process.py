@@ -36,7 +36,7 @@ class PeerProcess:
         self.record = ""
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "tests.kv_transfer.nixl_peer"),
+                *(sys.executable, "-m", "tests.kv_transfer.nixl.nixl_peer"),
                 *(worker_id, role, str(incarnation), str(write_timeout_ms)),
             ],
             stdin=subprocess.PIPE,

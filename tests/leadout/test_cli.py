@@ -18,9 +18,9 @@ import leadout.chat
 import leadout.drain
 import leadout.serve
 import leadout.status
-import leadout.worker_process
+import leadout.worker.process
 import router.process
-from cluster.config import ConfigError, LeadoutConfig
+from cluster.config.settings import ConfigError, LeadoutConfig
 from leadout.cli import app, main
 from leadout.errors import UserError
 from tests.leadout.http_server import Answer, Request, as_json, event_stream, scripted_server
@@ -148,8 +148,8 @@ def test_a_wrong_setting_is_named(serve: _Calls, setting: str, parts: Sequence[s
     ("command", "module", "name", "rest"),
     [
         ("router", router.process, "run_router", ["the-id"]),
-        ("prefill-worker", leadout.worker_process, "run_worker", ["prefill", "the-id"]),
-        ("decode-worker", leadout.worker_process, "run_worker", ["decode", "the-id"]),
+        ("prefill-worker", leadout.worker.process, "run_worker", ["prefill", "the-id"]),
+        ("decode-worker", leadout.worker.process, "run_worker", ["decode", "the-id"]),
     ],
 )
 def test_single_processes(

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.config import RegistryConfig
-from cluster.embedded_registry import EmbeddedRegistry
+from cluster.config.settings import RegistryConfig
 from cluster.members import RouterRecord
 from cluster.registry import Registry
 from cluster.rpc import RpcConnection
 from cluster.worker_shell import WorkerShell
+from leadout.local.embedded_registry import EmbeddedRegistry
 from router.cluster_view import ClusterView
 from router.membership import Membership
 from tests.router.factories import worker_record

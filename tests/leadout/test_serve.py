@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config import RegistryConfig, load_config
+from cluster.config.settings import RegistryConfig, load_config
 from leadout.serve import needs_own_registry
 
 

@@ -14,8 +14,8 @@ from openai import AsyncOpenAI
 
 from cluster.members import WorkerRecord
 from cluster.messages import Envelope
-from cluster.model_source import BUNDLED_MODEL, resolve_model
 from cluster.rpc import RpcConnection
+from model_files.model_source import BUNDLED_MODEL, resolve_model
 from router.app import create_app
 from router.http_protocol import HttpLimits
 from router.http_server import HttpServer, bind_listener, listener_url

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from cluster.sampling_params import SamplingParams
+from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from router.api.errors import ApiError
 from router.api.request.schemas import CompletionRequest
 from router.api.request.validation import ServedModel, sampling_params

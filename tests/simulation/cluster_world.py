@@ -22,7 +22,7 @@ from decode_worker.decode_worker import DecodeWorker
 from kv_transfer.handoff import HandoffOutcome
 from kv_transfer.handoff_ledger import HandoffLedger
 from kv_transfer.transport import Peer, TransferStats
-from leadout.load_report import load_report
+from leadout.worker.load_report import load_report
 from prefill_worker.prefill_worker import PrefillWorker
 from router.in_flight import SequenceRequest
 from router.policy.plan import NoWorkerError

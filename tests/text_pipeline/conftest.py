@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 
-from cluster.gguf import GgufFile
-from cluster.model_source import BUNDLED_MODEL, ModelNotFoundError, resolve_model
+from model_files.gguf import GgufFile
+from model_files.model_source import BUNDLED_MODEL, ModelNotFoundError, resolve_model
 from text_pipeline.gguf_tokenizer import tokenizer_from_gguf
 from text_pipeline.tokenizer import Tokenizer
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cluster.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from cluster.sampling_params import SamplingParams
+from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from router.api.errors import bad_request, context_length_exceeded, unsupported
 from router.api.request.schemas import (
     ChatCompletionRequest,

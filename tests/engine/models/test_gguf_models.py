@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.model_source import ModelSource
 from engine.models.config import ModelConfigError
 from engine.models.load import load_model_config
 from engine.weights.source import WeightError
-from tests.cluster.gguf_writer import write_gguf
+from model_files.model_source import ModelSource
 from tests.engine.models.test_reference_logits import TOLERANCE, logits_of, reference_logits
 from tests.engine.models.tiny_models import COMMON, FAMILIES, reference_model
+from tests.model_files.gguf_writer import write_gguf
 
 Tensors = dict[str, tuple[tuple[int, ...], int, bytes]]
 F32 = 0

@@ -8,8 +8,6 @@ import pytest
 import torch
 import transformers
 
-from cluster.gguf import GgufFile
-from cluster.model_source import ModelSource, resolve_model
 from engine.batch import Batch, ScheduledSequence
 from engine.kv_cache_storage import KvCacheStorage
 from engine.model_runner import ModelRunner, kv_layout
@@ -20,6 +18,8 @@ from engine.ops.cpu import CpuBackend
 from engine.ops.number_formats import FLOAT32
 from engine.weights.gguf_weights import GgufWeights
 from engine.weights.source import WeightError
+from model_files.gguf import GgufFile
+from model_files.model_source import ModelSource, resolve_model
 from tests.engine.models.tiny_models import FAMILIES, reference_model, save
 
 TOLERANCE = 1e-3

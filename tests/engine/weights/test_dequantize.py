@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cluster.gguf import TENSOR_TYPES
 from engine.weights.dequantize import SUPPORTED_TYPES, dequantize
+from model_files.gguf import TENSOR_TYPES
 
 SIZES = {kind.name: (kind.block_elements, kind.block_bytes) for kind in TENSOR_TYPES.values()}
 

@@ -8,7 +8,7 @@ import json
 import platform
 import struct
 
-from cluster.config import KvTransferConfig
+from cluster.config.settings import KvTransferConfig
 from leadout.doctor.transfer_checks import check_memory_access, check_transfer
 
 _NUMBER = {"x86_64": 311, "aarch64": 271}[platform.machine()]

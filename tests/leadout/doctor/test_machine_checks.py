@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import LeadoutConfig
+from cluster.config.settings import LeadoutConfig
 from leadout.doctor import machine_checks as checks
 from leadout.doctor.check import Status
 

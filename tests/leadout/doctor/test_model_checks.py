@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import EngineConfig, LeadoutConfig, ModelConfig
-from cluster.model_source import resolve_model
+from cluster.config.settings import EngineConfig, LeadoutConfig, ModelConfig
 from leadout.doctor.check import Status
 from leadout.doctor.model_checks import check_model, judge_memory, model_sizes
 from leadout.doctor.system_files import MemoryState
+from model_files.model_source import resolve_model
 
 _GIB = 1024**3
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from cluster.config import RouterConfig, WorkerConfig
+from cluster.config.settings import RouterConfig, WorkerConfig
 from leadout.doctor import network_checks
 from leadout.doctor.check import Status
 from leadout.doctor.network_checks import check_router_port, check_worker_address, judge_worker_address

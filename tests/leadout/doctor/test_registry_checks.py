@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from cluster.config import RegistryConfig
-from cluster.embedded_registry import EmbeddedRegistry
+from cluster.config.settings import RegistryConfig
 from leadout.doctor.check import Finding, Status
 from leadout.doctor.registry_checks import (
     check_embedded_registry,
@@ -18,6 +17,7 @@ from leadout.doctor.registry_checks import (
     judge_clock_skew,
     judge_eviction,
 )
+from leadout.local.embedded_registry import EmbeddedRegistry
 
 pytestmark = pytest.mark.processes
 

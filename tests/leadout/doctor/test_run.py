@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from cluster.config import LeadoutConfig, RegistryConfig, RouterConfig
+from cluster.config.settings import LeadoutConfig, RegistryConfig, RouterConfig
 from leadout.doctor.check import CheckResult, Status
 from leadout.doctor.run import checks, exit_status, print_result, run_doctor
 from tests.leadout.http_server import as_json, scripted_server

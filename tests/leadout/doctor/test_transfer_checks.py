@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import KvTransferConfig
+from cluster.config.settings import KvTransferConfig
 from leadout.doctor.check import Status
 from leadout.doctor.child import Child
 from leadout.doctor.nixl_checks import check_nixl

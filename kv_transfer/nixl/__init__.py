@@ -1,0 +1,1 @@
+"""KV transfer over NIXL."""

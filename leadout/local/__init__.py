@@ -1,0 +1,1 @@
+"""A whole cluster on one machine: child processes, a private registry, and their folders."""

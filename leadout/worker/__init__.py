@@ -1,0 +1,1 @@
+"""A worker process and the host of its roles."""

@@ -1,0 +1,66 @@
+"""One worker process: an engine, a transport, and the role that uses them, from start to clean exit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+
+from cluster.clock import SystemClock
+from cluster.config.settings import LeadoutConfig
+from cluster.logging_setup import configure_logging
+from cluster.members import Role
+from engine.create_engine import create_engine
+from engine.scheduler.config import SchedulerConfig
+from engine.threads import configure_threads
+from leadout.cpu_plan import available_cores
+from leadout.worker.host import WorkerHost
+from model_files.model_source import resolve_model
+
+logger = logging.getLogger(__name__)
+
+
+def run_worker(config: LeadoutConfig, role: Role, worker_id: str | None = None) -> int:
+    """Serve as a prefill or decode worker until SIGTERM or SIGINT; returns the exit status.
+
+    Raises what is wrong with the configuration or the machine: ValueError, OSError, ModelNotFoundError,
+    TransportUnavailableError, RegistryUnavailableError.
+    """
+    worker_id = worker_id or config.worker.id or f"{role}-{socket.gethostname()}-{os.getpid()}"
+    configure_logging(config.log, process=worker_id)
+    num_threads = config.engine.num_threads or available_cores()
+    configure_threads(num_threads)
+    began = time.monotonic()
+    source = resolve_model(config.model.source)
+    created = create_engine(
+        source,
+        dtype=config.model.dtype,
+        max_model_len=config.model.max_model_len,
+        block_size=config.engine.block_size,
+        kv_cache_memory=config.engine.kv_cache_memory,
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=config.engine.max_num_batched_tokens,
+            max_num_seqs=config.engine.max_num_seqs,
+            max_num_waiting=config.engine.max_num_waiting,
+            prefill_policy=config.engine.prefill_order,
+            ageing_tokens_per_second=config.engine.ageing_tokens_per_second,
+        ),
+        prefix_caching=config.engine.prefix_caching,
+    )
+    logger.info(
+        "loaded %s in %s (%s) in %.1f s; %d KV blocks of %d tokens, longest sequence %d tokens, %d threads",
+        source.path,
+        created.number_format.name,
+        created.kernels,
+        time.monotonic() - began,
+        created.storage.num_blocks - 1,
+        created.kv_layout.block_size,
+        created.max_model_len,
+        num_threads,
+    )
+    host = WorkerHost(
+        config, role=role, worker_id=worker_id, created=created, source=source, clock=SystemClock()
+    )
+    return asyncio.run(host.run())

@@ -1,0 +1,86 @@
+"""A worker's load report: every number from where it is known."""
+
+from __future__ import annotations
+
+from cluster.members import LinkReport
+from engine.step_result import EngineLoad
+from kv_transfer.handoff import HandoffEvent
+from kv_transfer.handoff_ledger import HandoffLedger
+from kv_transfer.transport import Peer, PeerInfo
+from leadout.worker.load_report import load_report
+
+PREFILL, DECODE = Peer("prefill-0", 1), Peer("decode-0", 1)
+
+
+def ledger_with(**num_events: int) -> HandoffLedger:
+    """A handoff per name, with so many of STREAM, SEAL and ACTIVATE behind it."""
+    ledger = HandoffLedger()
+    for number, (name, count) in enumerate(num_events.items()):
+        ledger.open(
+            request_id=name, attempt=0, prefill=PREFILL, decode=DECODE, block_ids=(number + 1,), now=1.0
+        )
+        for event in (HandoffEvent.STREAM, HandoffEvent.SEAL, HandoffEvent.ACTIVATE)[:count]:
+            ledger.transition(name, 0, event, now=2.0)
+    return ledger
+
+
+def link(peer: str, probe_gbps: float, link_gbps: float) -> PeerInfo:
+    return PeerInfo(
+        peer=Peer(peer, 1),
+        agent_name=f"{peer}@1",
+        num_blocks=8,
+        warm=True,
+        connect_ms=2.0,
+        probe_gbps=probe_gbps,
+        link_gbps=link_gbps,
+        num_writes_in_flight=0,
+    )
+
+
+def test_the_engine_s_numbers() -> None:
+    load = EngineLoad(
+        running=1,
+        waiting=2,
+        waiting_for_remote_kv=3,
+        waiting_prefill_tokens=4,
+        kv_blocks_total=5,
+        kv_blocks_free=6,
+        kv_blocks_cached=7,
+        kv_blocks_reserved=8,
+        kv_blocks_held=9,
+        kv_blocks_quarantined=10,
+        num_preemptions=11,
+        step_ms=12.5,
+        prompt_tokens_total=13,
+        generation_tokens_total=14,
+    )
+    report = load_report(load, "ready", HandoffLedger(), ())
+    assert report.state == "ready"
+    assert (report.running, report.waiting, report.waiting_for_remote_kv) == (1, 2, 3)
+    assert report.waiting_prefill_tokens == 4
+    assert (report.kv_blocks_total, report.kv_blocks_free, report.kv_blocks_cached) == (5, 6, 7)
+    assert (report.kv_blocks_reserved, report.kv_blocks_pinned, report.kv_blocks_quarantined) == (8, 9, 10)
+    assert (report.num_preemptions, report.step_ms) == (11, 12.5)
+    assert (report.prompt_tokens_total, report.generation_tokens_total) == (13, 14)
+    assert (report.handoffs_active, report.handoffs, report.links) == (0, {}, ())
+
+
+def test_handoffs_by_state() -> None:
+    ledger = ledger_with(a=0, b=1, c=1, d=2, e=3)
+    ledger.transition("c", 0, HandoffEvent.FENCE, now=3.0)
+    report = load_report(EngineLoad(), "draining", ledger, ())
+    assert report.handoffs_active == 5
+    assert report.handoffs == {"reserved": 1, "streaming": 1, "sealed": 1, "active": 1, "fencing": 1}
+    ledger.transition("c", 0, HandoffEvent.FENCED, now=4.0)
+    ledger.close("c", 0)
+    report = load_report(EngineLoad(), "draining", ledger, ())
+    assert report.handoffs == {"reserved": 1, "streaming": 1, "sealed": 1, "active": 1}
+    assert report.handoffs_active == 4
+
+
+def test_links_to_peers() -> None:
+    report = load_report(EngineLoad(), "ready", HandoffLedger(), (link("d1", 4.0, 0.5), link("d0", 3.0, 3.0)))
+    assert report.links == (
+        LinkReport(peer="d1", probe_gbps=4.0, gbps=0.5),
+        LinkReport(peer="d0", probe_gbps=3.0, gbps=3.0),
+    )
