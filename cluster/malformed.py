@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from cluster.sequence_spec import RequestKey
+
 UNDECODABLE = "undecodable_message"  # the code of the error that such a message's request ends with
 
 
@@ -16,15 +18,13 @@ class MalformedMessage:
     sender: str
     incarnation: int
     kind: str  # the message's tag: "generate", "prefill", ...
-    request_id: str
-    attempt: int
+    key: RequestKey
     reason: str  # what is wrong with it
 
 
 class _Identity(msgspec.Struct, frozen=True):
     type: str
-    request_id: str
-    attempt: int
+    key: RequestKey
 
 
 class _Outline(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +48,6 @@ def identify(payload: bytes, reason: str) -> MalformedMessage | None:
         sender=outline.sender,
         incarnation=outline.incarnation,
         kind=outline.message.type,
-        request_id=outline.message.request_id,
-        attempt=outline.message.attempt,
+        key=outline.message.key,
         reason=reason,
     )

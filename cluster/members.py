@@ -10,7 +10,7 @@ import msgspec
 
 from cluster.kv_layout import KvLayout
 
-PROTOCOL_VERSION = 2  # raised when a message changes meaning; unequal versions are never paired
+PROTOCOL_VERSION = 3  # raised when a message changes meaning; unequal versions are never paired
 
 Role = Literal["prefill", "decode"]
 WorkerState = Literal["starting", "ready", "draining"]

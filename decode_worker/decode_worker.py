@@ -24,13 +24,15 @@ from cluster.messages import (
 )
 from cluster.problem_log import ProblemLog
 from cluster.recent_keys import RecentKeys
+from cluster.sequence_spec import RequestKey
 from decode_worker.prefill_links import PrefillLinks
 from decode_worker.remote_prefills import PrefillFailure, RemotePrefillActions, RemotePrefills
 from decode_worker.request_table import DecodeRequest, RequestTable
 from decode_worker.request_timings import request_timings
 from engine.engine_commands import EngineCommands
+from engine.new_request import NewRequest
 from engine.scheduler.errors import DoesNotFitError, is_refusal
-from engine.step_result import NewRequest, Reservation, SequenceOutput, StepResult
+from engine.step_result import Reservation, SequenceOutput, StepResult
 from kv_transfer.handoff import Handoff
 from kv_transfer.transport import Peer, Transport
 from kv_transfer.verification import BlockVerifier
@@ -85,7 +87,7 @@ class DecodeWorker:
         self._metrics = metrics
         self._problems = ProblemLog(logger, clock)
         self._requests = RequestTable()
-        self._over: RecentKeys[tuple[str, int]] = RecentKeys()  # (request id, attempt)
+        self._over: RecentKeys[RequestKey] = RecentKeys()
         self._is_draining = False
         self.remote_prefills = RemotePrefills(
             own=own,
@@ -130,11 +132,11 @@ class DecodeWorker:
         if isinstance(message, Generate):
             self._generate(peer, incarnation, message)
         elif isinstance(message, Cancel):
-            request = self._requests.get(message.request_id)
-            if request is not None and request.request.attempt <= message.attempt:
+            request = self._requests.get(message.key.request_id)
+            if request is not None and request.key.attempt <= message.key.attempt:
                 self._cancel(request, message.reason)
             else:  # over, or not here yet: then it shall not start
-                self._over.add((message.request_id, message.attempt))
+                self._over.add(message.key)
         else:
             self._metrics.on_dropped("unexpected")
             text = "dropped a %s from %s: not for a decode worker"
@@ -142,18 +144,15 @@ class DecodeWorker:
 
     def on_malformed(self, router: str, incarnation: int, message: MalformedMessage) -> None:
         """A router's message that cannot be read; if it is a request, its router is told that it ended."""
-        key = (message.request_id, message.attempt)
-        if message.kind != "generate" or key in self._over:
+        if message.kind != "generate" or message.key in self._over:
             return
-        self._over.add(key)
+        self._over.add(message.key)
         self._metrics.on_failed(UNDECODABLE)
         error = RequestError(
             code=UNDECODABLE,
             message=f"worker {self._own.worker_id} cannot read the request: {message.reason}",
         )
-        failure = TokenOutput(
-            request_id=message.request_id, attempt=message.attempt, finish_reason="error", error=error
-        )
+        failure = TokenOutput(key=message.key, finish_reason="error", error=error)
         self._send(router, TokenBatch(outputs=[failure]))
 
     def on_prefill_worker_message(self, peer: Peer, message: Message) -> None:
@@ -177,7 +176,7 @@ class DecodeWorker:
         """Once per report interval: deadlines, and writers that do not answer."""
         now = self._clock.unix()
         for request in self._requests:
-            if 0 < request.request.deadline <= now:
+            if 0 < request.request.spec.deadline <= now:
                 self._cancel(request, "deadline")
                 self._fail(
                     request,
@@ -207,12 +206,12 @@ class DecodeWorker:
                 self.on_router_lost(router, incarnation)
 
     def _generate(self, router: str, incarnation: int, message: Generate) -> None:
-        known = self._requests.get(message.request_id)
-        if (message.request_id, message.attempt) in self._over:
+        known = self._requests.get(message.key.request_id)
+        if message.key in self._over:
             self._metrics.on_dropped("over")
             return
         if known is not None:
-            if known.request.attempt >= message.attempt:
+            if known.key.attempt >= message.key.attempt:
                 self._metrics.on_dropped("old_attempt")
                 return
             self._cancel(known, "superseded")
@@ -232,11 +231,8 @@ class DecodeWorker:
         self._requests.add(request)
         new_request = NewRequest(
             request_id=request.engine_id,
-            prompt_token_ids=message.prompt_token_ids,
-            sampling=message.sampling,
-            output_token_ids=message.output_token_ids,
+            spec=message.spec,
             remote_prefill=request.prefill_peer is not None,
-            cache_salt=message.cache_salt,
         )
         now = request.received_at
         self._engine.run(
@@ -272,8 +268,7 @@ class DecodeWorker:
         assert request.request.prefill_worker is not None
         self._prefill_failed(
             PrefillFailure(
-                request_id=request.request.request_id,
-                attempt=request.request.attempt,
+                key=request.key,
                 worker=request.request.prefill_worker,
                 reason=f"{request.request.prefill_worker} is gone",
                 num_landed_tokens=reservation.num_cached_tokens,
@@ -282,8 +277,8 @@ class DecodeWorker:
         )
 
     def _activate(self, sealed: Sealed) -> None:
-        request = self._requests.get(sealed.request_id)
-        assert request is not None, sealed.request_id  # a cancelled request's handoff is fencing
+        request = self._requests.get(sealed.key.request_id)
+        assert request is not None, sealed.key  # a cancelled request's handoff is fencing
         request.sealed = sealed
         request.sealed_at = self._clock.monotonic()
         self._engine.run(
@@ -293,13 +288,12 @@ class DecodeWorker:
 
     def _prefill_failed(self, failure: PrefillFailure) -> None:
         """End the attempt; what has landed stays in the prefix cache, and the router plans the rest."""
-        request = self._requests.get(failure.request_id)
-        if request is None or request.request.attempt != failure.attempt:
+        request = self._requests.get(failure.key.request_id)
+        if request is None or request.key != failure.key:
             return
         logger.warning(
-            "prefill of %s attempt %d failed with %d tokens landed: %s",
-            failure.request_id,
-            failure.attempt,
+            "prefill of %s failed with %d tokens landed: %s",
+            failure.key,
             failure.num_landed_tokens,
             failure.reason,
         )
@@ -320,11 +314,11 @@ class DecodeWorker:
             on_error=functools.partial(self._handoff_broke, request, may_still_write=failure.may_still_write),
         )
 
-    def _prefill_here(self, request_id: str, attempt: int) -> None:
+    def _prefill_here(self, key: RequestKey) -> None:
         """What landed is not what was sent: do not trust that path again for this request."""
         self._metrics.on_corrupt()
-        request = self._requests.get(request_id)
-        assert request is not None, request_id  # a cancelled request's handoff is not verified
+        request = self._requests.get(key.request_id)
+        assert request is not None, key  # a cancelled request's handoff is not verified
         request.prefill_peer = None
         num_cached = request.num_reserved_cached_tokens
         self._engine.run(
@@ -334,7 +328,7 @@ class DecodeWorker:
 
     def _cancel(self, request: DecodeRequest, reason: str) -> None:
         self._end(request)
-        quarantine = self.remote_prefills.cancel(request.request.request_id, request.request.attempt, reason)
+        quarantine = self.remote_prefills.cancel(request.key, reason)
         self._engine.run(lambda engine: engine.abort(request.engine_id, quarantine=quarantine))
 
     def _token_output(self, request: DecodeRequest, output: SequenceOutput) -> TokenOutput:
@@ -359,8 +353,7 @@ class DecodeWorker:
                 )
                 self._metrics.on_failed(error.code)
         return TokenOutput(
-            request_id=request.request.request_id,
-            attempt=request.request.attempt,
+            key=request.key,
             token_ids=list(output.token_ids),
             logprobs=None if output.logprobs is None else list(output.logprobs),
             finish_reason=output.finish_reason,
@@ -371,14 +364,13 @@ class DecodeWorker:
 
     def _end(self, request: DecodeRequest) -> None:
         self._requests.remove(request)
-        self._over.add((request.request.request_id, request.request.attempt))
+        self._over.add(request.key)
 
     def _fail(self, request: DecodeRequest, error: RequestError) -> None:
         self._end(request)
         self._metrics.on_failed(error.code)
         failure = TokenOutput(
-            request_id=request.request.request_id,
-            attempt=request.request.attempt,
+            key=request.key,
             finish_reason="error",
             error=error,
         )

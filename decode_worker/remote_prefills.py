@@ -19,7 +19,8 @@ from cluster.messages import (
     Sealed,
 )
 from cluster.rpc import RpcError
-from decode_worker.request_table import DecodeRequest, engine_id
+from cluster.sequence_spec import RequestKey
+from decode_worker.request_table import DecodeRequest
 from engine.step_result import Reservation
 from kv_transfer.handoff import FENCEABLE_STATES, Handoff, HandoffEvent, HandoffState
 from kv_transfer.handoff_ledger import HandoffLedger
@@ -35,8 +36,7 @@ REPEAT_CANCEL_S = 1.0  # while a prefill worker has not confirmed that it stoppe
 class PrefillFailure:
     """A handoff that its prefill worker did not bring to its end."""
 
-    request_id: str
-    attempt: int
+    key: RequestKey
     worker: str
     reason: str
     num_landed_tokens: int  # from the prompt's start, those cached here before included
@@ -51,7 +51,7 @@ class RemotePrefillActions:
     send: Callable[[Peer, Message], None]  # to a prefill worker; raises RpcError
     on_sealed: Callable[[Sealed], None]  # the prompt is here: run the sequence
     on_failed: Callable[[PrefillFailure], None]  # somebody else must compute the rest
-    on_corrupt: Callable[[str, int], None]  # (request id, attempt): the prompt must be computed here
+    on_corrupt: Callable[[RequestKey], None]  # the prompt must be computed here
     on_lease_expired: Callable[[], None]  # for metrics, before ``on_failed``
     on_ended: Callable[[Handoff], None]  # for metrics
     on_dropped: Callable[[str], None]  # for metrics: a message of a handoff that is over, or of another life
@@ -88,8 +88,8 @@ class RemotePrefills:
         self._clock = clock
         self._post = post
         self._actions = actions
-        self._wanted: dict[str, Prefill] = {}  # by engine id: what was asked for
-        self._cancel_sent_at: dict[str, float] = {}  # by engine id: unix seconds
+        self._wanted: dict[RequestKey, Prefill] = {}  # what was asked for
+        self._cancel_sent_at: dict[RequestKey, float] = {}  # unix seconds
 
     def start(self, request: DecodeRequest, reservation: Reservation) -> None:
         """Blocks are reserved: ask the request's prefill worker to fill those that are not cached here."""
@@ -100,29 +100,23 @@ class RemotePrefills:
         block_ids = reservation.block_ids[first_block:]
         now = self._clock.unix()
         handoff = self.ledger.open(
-            request_id=generate.request_id,
-            attempt=generate.attempt,
+            key=request.key,
             prefill=peer,
             decode=self._own,
             block_ids=block_ids,
             now=now,
-            deadline=generate.deadline,
+            deadline=generate.spec.deadline,
             lease_expires_at=now + self._lease_s,
         )
         self._transport.expect_traffic(request.engine_id)
         message = Prefill(
-            request_id=generate.request_id,
-            attempt=generate.attempt,
-            prompt_token_ids=generate.prompt_token_ids,
-            output_token_ids=generate.output_token_ids,
-            sampling=generate.sampling,
+            key=request.key,
+            spec=generate.spec,
             prefill_incarnation=peer.incarnation,
             first_block=first_block,
             block_ids=list(block_ids),
-            cache_salt=generate.cache_salt,
-            deadline=generate.deadline,
         )
-        self._wanted[request.engine_id] = message
+        self._wanted[request.key] = message
         try:
             self._actions.send(peer, message)
         except RpcError as error:  # it never heard of the blocks, so it cannot write them
@@ -134,16 +128,16 @@ class RemotePrefills:
         """A prefill worker says what it has in hand for this worker, and what of it has landed."""
         expires_at = self._clock.unix() + self._lease_s
         for landing in progress.handoffs:
-            handoff = self.ledger.get(landing.request_id, landing.attempt)
+            handoff = self.ledger.get(landing.key)
             if handoff is None or handoff.prefill != peer:
-                self._send_cancel(peer, landing.request_id, landing.attempt, "unknown here")
+                self._send_cancel(peer, landing.key, "unknown here")
             elif handoff.state in (HandoffState.STREAMING, HandoffState.FENCING):
-                self.ledger.renew_lease(landing.request_id, landing.attempt, expires_at)
+                self.ledger.renew_lease(landing.key, expires_at)
                 self._land(handoff, landing.num_landed_blocks, landing.num_bytes)
 
     def on_sealed(self, sealed: Sealed) -> None:
         """The writer has written everything and sampled the first token."""
-        handoff = self.ledger.get(sealed.request_id, sealed.attempt)
+        handoff = self.ledger.get(sealed.key)
         if handoff is None or handoff.prefill.incarnation != sealed.incarnation or handoff.is_sealed:
             self._actions.on_dropped("unknown_handoff")
             return
@@ -161,7 +155,7 @@ class RemotePrefills:
 
     def on_fenced(self, peer: Peer, fenced: HandoffFenced) -> None:
         """The writer has stopped: on our ``Cancel``, or because it failed by itself."""
-        handoff = self.ledger.get(fenced.request_id, fenced.attempt)
+        handoff = self.ledger.get(fenced.key)
         if handoff is None or handoff.prefill != peer or handoff.is_sealed:  # a seal was faster
             self._actions.on_dropped("unknown_handoff")
             return
@@ -176,12 +170,12 @@ class RemotePrefills:
             refusal=None if error is None or error.retryable else error,
         )
 
-    def cancel(self, request_id: str, attempt: int, reason: str) -> bool:
+    def cancel(self, key: RequestKey, reason: str) -> bool:
         """Call a handoff off. True: its blocks must be quarantined, the writer may still write into them.
 
         False: there is no handoff to call off, or its writer has finished.
         """
-        handoff = self.ledger.get(request_id, attempt)
+        handoff = self.ledger.get(key)
         if handoff is None or handoff.state not in FENCEABLE_STATES:
             return False
         is_sealed = handoff.is_sealed
@@ -189,7 +183,7 @@ class RemotePrefills:
         if is_sealed:
             self._end(handoff, HandoffEvent.FENCED)
         else:
-            self._send_cancel(handoff.prefill, request_id, attempt, reason)
+            self._send_cancel(handoff.prefill, key, reason)
         return not is_sealed
 
     def on_tick(self) -> None:
@@ -202,9 +196,9 @@ class RemotePrefills:
         for handoff in self.ledger:
             if handoff.state is not HandoffState.FENCING:
                 continue
-            sent_at = self._cancel_sent_at.get(engine_id(*handoff.key), handoff.fenced_at)
+            sent_at = self._cancel_sent_at.get(handoff.key, handoff.fenced_at)
             if now - sent_at >= REPEAT_CANCEL_S:
-                self._send_cancel(handoff.prefill, *handoff.key, "repeated")
+                self._send_cancel(handoff.prefill, handoff.key, "repeated")
 
     def on_unreachable(self, peer: Peer) -> None:
         """The connection to a prefill worker broke: it may be dead, or may go on writing."""
@@ -221,7 +215,7 @@ class RemotePrefills:
                 self._give_up(handoff, f"{peer.worker_id} is gone", HandoffEvent.WRITER_GONE)
 
     def _verify(self, sealed: Sealed, expected: dict[int, int], summing: Future[list[int]]) -> None:
-        handoff = self.ledger.get(sealed.request_id, sealed.attempt)
+        handoff = self.ledger.get(sealed.key)
         if handoff is None:
             return  # cancelled meanwhile
         found = zip(expected.items(), summing.result(), strict=True)
@@ -230,10 +224,9 @@ class RemotePrefills:
             self._activate(handoff, sealed)
             return
         logger.error(
-            "handoff %s attempt %d from %s: %d of %d checked blocks differ from what was sent (first: index "
+            "handoff %s from %s: %d of %d checked blocks differ from what was sent (first: index "
             "%d, block %d); the prompt is computed here",
-            sealed.request_id,
-            sealed.attempt,
+            sealed.key,
             handoff.prefill.worker_id,
             len(wrong),
             len(expected),
@@ -242,7 +235,7 @@ class RemotePrefills:
         )
         handoff = self._advance(handoff, HandoffEvent.FENCE, reason="checksums differ")
         self._end(handoff, HandoffEvent.FENCED)
-        self._actions.on_corrupt(sealed.request_id, sealed.attempt)
+        self._actions.on_corrupt(sealed.key)
 
     def _activate(self, handoff: Handoff, sealed: Sealed) -> None:
         self._advance(handoff, HandoffEvent.ACTIVATE)
@@ -258,36 +251,34 @@ class RemotePrefills:
         refusal: RequestError | None = None,
     ) -> None:
         """``proof`` says that the writer has stopped; without one it must still be made to."""
-        message = self._wanted[engine_id(*handoff.key)]
+        message = self._wanted[handoff.key]
         failure = PrefillFailure(
-            request_id=handoff.request_id,
-            attempt=handoff.attempt,
+            key=handoff.key,
             worker=handoff.prefill.worker_id,
             reason=reason,
             num_landed_tokens=min(
-                (message.first_block + handoff.num_landed_blocks) * self._block_size, message.num_tokens
+                (message.first_block + handoff.num_landed_blocks) * self._block_size, message.spec.num_tokens
             ),
             may_still_write=proof is None,
             refusal=refusal,
         )
         handoff = self._advance(handoff, HandoffEvent.FENCE, reason=reason)
         if proof is None:
-            self._send_cancel(handoff.prefill, *handoff.key, reason)
+            self._send_cancel(handoff.prefill, handoff.key, reason)
         else:
             self._end(handoff, proof)
         self._actions.on_failed(failure)
 
-    def _send_cancel(self, peer: Peer, request_id: str, attempt: int, reason: str) -> None:
-        if self.ledger.get(request_id, attempt) is not None:
-            self._cancel_sent_at[engine_id(request_id, attempt)] = self._clock.unix()
+    def _send_cancel(self, peer: Peer, key: RequestKey, reason: str) -> None:
+        if self.ledger.get(key) is not None:
+            self._cancel_sent_at[key] = self._clock.unix()
         with contextlib.suppress(RpcError):  # it is repeated, until the peer answers or is gone
-            self._actions.send(peer, Cancel(request_id=request_id, attempt=attempt, reason=reason))
+            self._actions.send(peer, Cancel(key=key, reason=reason))
 
     def _land(self, handoff: Handoff, num_landed_blocks: int, num_bytes: int) -> None:
         """``num_bytes`` have landed in all; what comes late says less than is known."""
         self.ledger.transition(
-            handoff.request_id,
-            handoff.attempt,
+            handoff.key,
             HandoffEvent.LAND,
             self._clock.unix(),
             num_landed_blocks=min(num_landed_blocks, len(handoff.block_ids)),
@@ -296,17 +287,14 @@ class RemotePrefills:
 
     def _end_fenced(self, handoff: Handoff, proof: HandoffEvent) -> None:
         self._end(handoff, proof)
-        self._actions.release_quarantined(engine_id(*handoff.key))
+        self._actions.release_quarantined(str(handoff.key))
 
     def _end(self, handoff: Handoff, event: HandoffEvent) -> None:
         self._advance(handoff, event)
-        self.ledger.close(handoff.request_id, handoff.attempt)
-        key = engine_id(*handoff.key)
-        self._wanted.pop(key, None)
-        self._cancel_sent_at.pop(key, None)
-        self._transport.stop_expecting(key)
+        self.ledger.close(handoff.key)
+        self._wanted.pop(handoff.key, None)
+        self._cancel_sent_at.pop(handoff.key, None)
+        self._transport.stop_expecting(str(handoff.key))
 
     def _advance(self, handoff: Handoff, event: HandoffEvent, *, reason: str = "") -> Handoff:
-        return self.ledger.transition(
-            handoff.request_id, handoff.attempt, event, self._clock.unix(), reason=reason
-        )
+        return self.ledger.transition(handoff.key, event, self._clock.unix(), reason=reason)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cluster.messages import Generate, RequestError, Sealed
+from cluster.sequence_spec import RequestKey
 from kv_transfer.transport import Peer
 
 
@@ -30,14 +31,14 @@ class DecodeRequest:
     first_token_sent: bool = False
 
     @property
+    def key(self) -> RequestKey:
+        """Which attempt of which sequence this is."""
+        return self.request.key
+
+    @property
     def engine_id(self) -> str:
         """The request's id inside the engine: another attempt is another sequence."""
-        return engine_id(self.request.request_id, self.request.attempt)
-
-
-def engine_id(request_id: str, attempt: int) -> str:
-    """The engine's id for one attempt of a request."""
-    return f"{request_id}#{attempt}"
+        return str(self.key)
 
 
 @dataclass(slots=True)
@@ -55,7 +56,7 @@ class RequestTable:
 
     def add(self, request: DecodeRequest) -> None:
         """Insert a request whose id is not in the table."""
-        request_id = request.request.request_id
+        request_id = request.key.request_id
         assert request_id not in self._by_request_id, request_id
         self._by_request_id[request_id] = request
         self._by_engine_id[request.engine_id] = request
@@ -63,7 +64,7 @@ class RequestTable:
     def remove(self, request: DecodeRequest) -> None:
         """Drop a request; harmless if it is not there."""
         if self._by_engine_id.pop(request.engine_id, None) is request:
-            del self._by_request_id[request.request.request_id]
+            del self._by_request_id[request.key.request_id]
 
     def get(self, request_id: str) -> DecodeRequest | None:
         """The attempt in hand of a request."""

@@ -13,7 +13,7 @@ def request_timings(
 
     ``num_cached_tokens`` is the engine's prefix hit, for a prompt that was computed here.
     """
-    num_prompt_tokens = len(request.request.prompt_token_ids) + len(request.request.output_token_ids)
+    num_prompt_tokens = request.request.spec.num_tokens
     if request.sealed is None:
         return RequestTimings(
             queue_ms=_ms(request.received_at, request.scheduled_at),

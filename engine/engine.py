@@ -15,6 +15,7 @@ from cluster.kv_layout import KvLayout
 from cluster.messages import TokenLogprobs
 from engine.batch import Batch
 from engine.kv_cache.kv_cache_manager import KvCacheManager
+from engine.new_request import NewRequest
 from engine.sampler.params_check import check_sampling_params
 from engine.sampler.penalties import TokenCounts, needs_token_counts
 from engine.sampler.sampler import Sampler, SamplingRow
@@ -22,7 +23,7 @@ from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.output import SchedulerOutput, SchedulerUpdate
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import SampledToken
-from engine.step_result import EngineLoad, NewRequest, SequenceOutput, StepResult
+from engine.step_result import EngineLoad, SequenceOutput, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +92,8 @@ class Engine:
         RequestStateError (a ValueError) if its id is still in use, and QueueFullError if too many wait.
         """
         for name, token_ids in (
-            ("prompt", request.prompt_token_ids),
-            ("output", request.output_token_ids),
+            ("prompt", request.spec.prompt_token_ids),
+            ("output", request.spec.output_token_ids),
         ):
             if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
                 bad = next(token for token in token_ids if not 0 <= token < self._vocab_size)
@@ -100,11 +101,11 @@ class Engine:
                     f"request {request.request_id} has {name} token {bad},"
                     f" must be from 0 to {self._vocab_size - 1}"
                 )
-        check_sampling_params(request.sampling, self._vocab_size)
+        check_sampling_params(request.spec.sampling, self._vocab_size)
         self._scheduler.add_request(request, now)
-        if needs_token_counts(request.sampling):
+        if needs_token_counts(request.spec.sampling):
             self._token_counts[request.request_id] = TokenCounts(
-                request.prompt_token_ids, request.output_token_ids
+                request.spec.prompt_token_ids, request.spec.output_token_ids
             )
 
     def abort(self, request_id: str, *, quarantine: bool = False, hold: bool = False) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cluster.block_hash import BlockHash
 from cluster.messages import TokenLogprobs
 from cluster.sampling_params import SamplingParams
-from engine.step_result import NewRequest
+from engine.new_request import NewRequest
 
 
 class SequenceStatus(enum.IntEnum):
@@ -71,9 +71,9 @@ class Sequence:
         self, request: NewRequest, *, arrived_at: float, arrival_index: int, hash_root: BlockHash
     ) -> None:
         self.request_id: str = request.request_id
-        self.sampling: SamplingParams = request.sampling
-        self.all_token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
-        self.num_prompt_tokens: int = len(request.prompt_token_ids)
+        self.sampling: SamplingParams = request.spec.sampling
+        self.all_token_ids: list[int] = [*request.spec.prompt_token_ids, *request.spec.output_token_ids]
+        self.num_prompt_tokens: int = len(request.spec.prompt_token_ids)
         self.remote_prefill: bool = request.remote_prefill  # False again once that is over
         self.prefill_only: bool = request.prefill_only
         self.arrived_at = arrived_at  # seconds on the caller's clock

@@ -1,30 +1,10 @@
-"""What callers give an engine and what a step gives back: plain data, no tensors."""
+"""What an engine's step gives back: plain data, no tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.messages import FinishReason, TokenLogprobs
-from cluster.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewRequest:
-    """One sequence to run.
-
-    With ``remote_prefill`` the engine only reserves blocks for the prompt (reported as a ``Reservation``)
-    and waits for ``Engine.activate``. With ``prefill_only`` it samples one token, finishes, and keeps the
-    blocks until ``Engine.release``, so that they can still be sent.
-    """
-
-    request_id: str  # unique within the engine
-    prompt_token_ids: Sequence[int]
-    sampling: SamplingParams
-    output_token_ids: Sequence[int] = ()  # generated earlier, by another attempt
-    remote_prefill: bool = False
-    prefill_only: bool = False
-    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

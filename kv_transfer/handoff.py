@@ -20,6 +20,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
+from cluster.sequence_spec import RequestKey
 from kv_transfer.transport import Peer
 
 
@@ -59,13 +60,6 @@ class HandoffStateError(Exception):
     """An event came that is not legal in the handoff's state, or a ledger was asked the impossible."""
 
 
-class HandoffKey(NamedTuple):
-    """The identity of a handoff. A re-dispatched request is another handoff."""
-
-    request_id: str
-    attempt: int
-
-
 class _Step(NamedTuple):
     state: HandoffState
     outcome: HandoffOutcome | None = None
@@ -99,8 +93,7 @@ FENCEABLE_STATES = frozenset({_S.RESERVED, _S.STREAMING, _S.SEALED})
 class Handoff:
     """One handoff at one moment. Times are unix seconds and come from the caller."""
 
-    request_id: str
-    attempt: int
+    key: RequestKey
     prefill: Peer  # the writer
     decode: Peer  # whose blocks these are
     block_ids: tuple[int, ...]  # in the decode worker's cache
@@ -115,11 +108,6 @@ class Handoff:
     fenced_at: float = 0.0  # when FENCING was entered, if it was
     fence_reason: str = ""
     outcome: HandoffOutcome | None = None  # set with RELEASED
-
-    @property
-    def key(self) -> HandoffKey:
-        """``(request_id, attempt)``."""
-        return HandoffKey(self.request_id, self.attempt)
 
     @property
     def is_writable(self) -> bool:
@@ -171,8 +159,7 @@ def advance(
     if step is None:
         legal = ", ".join(sorted(legal.value for legal in legal_events(handoff.state))) or "none"
         raise HandoffStateError(
-            f"handoff {handoff.request_id} attempt {handoff.attempt} is {handoff.state.value}: "
-            f"event {event.value} is not legal, only: {legal}"
+            f"handoff {handoff.key} is {handoff.state.value}: event {event.value} is not legal, only: {legal}"
         )
     return replace(
         handoff,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from cluster.sequence_spec import RequestKey
 from kv_transfer.handoff import (
     Handoff,
     HandoffEvent,
-    HandoffKey,
     HandoffState,
     HandoffStateError,
     advance,
@@ -17,7 +17,7 @@ from kv_transfer.transport import Peer
 
 
 class HandoffLedger:
-    """Live handoffs by ``(request_id, attempt)``. Keeps no clock and does no I/O; one thread uses it.
+    """Live handoffs by ``RequestKey``. Keeps no clock and does no I/O; one thread uses it.
 
     It refuses a handoff whose blocks another live handoff's writer may still write. So the prefill worker
     applies SEAL before it sends the seal: once the decode worker sees it, the blocks may be promised again.
@@ -26,9 +26,9 @@ class HandoffLedger:
     def __init__(self, on_closed: Callable[[Handoff], None] = lambda handoff: None) -> None:
         """``on_closed`` gets each handoff that has ended, for metrics."""
         self._on_closed = on_closed
-        self._live: dict[HandoffKey, Handoff] = {}
-        self._of_peer: dict[Peer, set[HandoffKey]] = {}
-        self._writable: dict[tuple[Peer, int], HandoffKey] = {}  # (decode worker, block id)
+        self._live: dict[RequestKey, Handoff] = {}
+        self._of_peer: dict[Peer, set[RequestKey]] = {}
+        self._writable: dict[tuple[Peer, int], RequestKey] = {}  # (decode worker, block id)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -39,8 +39,7 @@ class HandoffLedger:
     def open(
         self,
         *,
-        request_id: str,
-        attempt: int,
+        key: RequestKey,
         prefill: Peer,
         decode: Peer,
         block_ids: tuple[int, ...],
@@ -53,25 +52,19 @@ class HandoffLedger:
         Raises ``HandoffStateError`` if that attempt is live already or a block is still another handoff's,
         and ``ValueError`` if a block is named twice.
         """
-        key = HandoffKey(request_id, attempt)
         if key in self._live:
-            raise HandoffStateError(
-                f"handoff {request_id} attempt {attempt} is open already, in state "
-                f"{self._live[key].state.value}"
-            )
+            raise HandoffStateError(f"handoff {key} is open already, in state {self._live[key].state.value}")
         if len(set(block_ids)) != len(block_ids):
-            raise ValueError(f"handoff {request_id} attempt {attempt} names a block twice: {block_ids}")
+            raise ValueError(f"handoff {key} names a block twice: {block_ids}")
         for block_id in block_ids:
             holder = self._writable.get((decode, block_id))
             if holder is not None:
                 raise HandoffStateError(
-                    f"block {block_id} of {decode.worker_id} cannot go to handoff {request_id} attempt "
-                    f"{attempt}: handoff {holder.request_id} attempt {holder.attempt} is "
+                    f"block {block_id} of {decode.worker_id} cannot go to handoff {key}: handoff {holder} is "
                     f"{self._live[holder].state.value} and its writer may still write it"
                 )
         handoff = Handoff(
-            request_id=request_id,
-            attempt=attempt,
+            key=key,
             prefill=prefill,
             decode=decode,
             block_ids=tuple(block_ids),
@@ -89,8 +82,7 @@ class HandoffLedger:
 
     def transition(
         self,
-        request_id: str,
-        attempt: int,
+        key: RequestKey,
         event: HandoffEvent,
         now: float,
         *,
@@ -103,7 +95,7 @@ class HandoffLedger:
         Raises ``HandoffStateError`` if there is no such live handoff or the event is not legal in its state,
         and what ``advance`` raises; the ledger is then unchanged.
         """
-        before = self._require(request_id, attempt)
+        before = self._require(key)
         after = advance(
             before, event, now, num_landed_blocks=num_landed_blocks, num_bytes=num_bytes, reason=reason
         )
@@ -114,18 +106,17 @@ class HandoffLedger:
             del self._writable[after.decode, block_id]
         return after
 
-    def renew_lease(self, request_id: str, attempt: int, expires_at: float) -> None:
+    def renew_lease(self, key: RequestKey, expires_at: float) -> None:
         """The writer was heard of. Raises ``HandoffStateError`` if there is no such live handoff."""
-        handoff = self._require(request_id, attempt)
+        handoff = self._require(key)
         self._live[handoff.key] = replace(handoff, lease_expires_at=expires_at)
 
-    def close(self, request_id: str, attempt: int) -> Handoff:
+    def close(self, key: RequestKey) -> Handoff:
         """Remove a RELEASED handoff. Raises ``HandoffStateError`` for any other."""
-        handoff = self._require(request_id, attempt)
+        handoff = self._require(key)
         if handoff.outcome is None:
             raise HandoffStateError(
-                f"handoff {request_id} attempt {attempt} is {handoff.state.value}: "
-                "only a released handoff can be closed"
+                f"handoff {key} is {handoff.state.value}: only a released handoff can be closed"
             )
         del self._live[handoff.key]
         for peer in {handoff.prefill, handoff.decode}:
@@ -136,9 +127,9 @@ class HandoffLedger:
         self._on_closed(handoff)
         return handoff
 
-    def get(self, request_id: str, attempt: int) -> Handoff | None:
+    def get(self, key: RequestKey) -> Handoff | None:
         """The live handoff of that attempt; None if there is none."""
-        return self._live.get(HandoffKey(request_id, attempt))
+        return self._live.get(key)
 
     def with_peer(self, peer: Peer) -> tuple[Handoff, ...]:
         """Live handoffs that this incarnation of a worker takes part in, on either side, oldest first."""
@@ -168,7 +159,7 @@ class HandoffLedger:
         ]
         assert len(writable) == len(self._writable), "a block has two writers"
         assert dict(writable) == self._writable
-        by_peer: dict[Peer, set[HandoffKey]] = {}
+        by_peer: dict[Peer, set[RequestKey]] = {}
         for handoff in self._live.values():
             for peer in (handoff.prefill, handoff.decode):
                 by_peer.setdefault(peer, set()).add(handoff.key)
@@ -177,10 +168,10 @@ class HandoffLedger:
             assert handoff.key == key
             assert (handoff.outcome is None) == (handoff.state is not HandoffState.RELEASED)
 
-    def _require(self, request_id: str, attempt: int) -> Handoff:
-        handoff = self.get(request_id, attempt)
+    def _require(self, key: RequestKey) -> Handoff:
+        handoff = self.get(key)
         if handoff is None:
-            raise HandoffStateError(f"there is no live handoff {request_id} attempt {attempt}")
+            raise HandoffStateError(f"there is no live handoff {key}")
         return handoff
 
     @staticmethod

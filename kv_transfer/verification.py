@@ -14,6 +14,8 @@ from typing import Literal
 
 import xxhash
 
+from cluster.sequence_spec import RequestKey
+
 VerifyMode = Literal["off", "sampled", "all"]
 
 SAMPLED_SHARE = 16  # one of so many blocks
@@ -41,7 +43,7 @@ class BlockVerifier:
         self._num_blocks = num_blocks
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-checksums")
 
-    def choose(self, request_id: str, attempt: int, num_blocks: int) -> list[int]:
+    def choose(self, key: RequestKey, num_blocks: int) -> list[int]:
         """Which of a handoff's ``num_blocks`` blocks are checked, as indexes in rising order.
 
         ``sampled`` takes each with a probability of 1/16, by a hash, and always the last one: it is written
@@ -51,7 +53,7 @@ class BlockVerifier:
             return []
         if self.mode == "all":
             return list(range(num_blocks))
-        seed = xxhash.xxh3_64_intdigest(f"{request_id}#{attempt}".encode())
+        seed = xxhash.xxh3_64_intdigest(str(key).encode())
         return [
             index
             for index in range(num_blocks)

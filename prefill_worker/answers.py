@@ -33,8 +33,7 @@ def heartbeats(
             by_worker.setdefault(request.peer.worker_id, []).append(_landing(request))
     for one in unconnected:
         landing = HandoffLanding(
-            request_id=one.message.request_id,
-            attempt=one.message.attempt,
+            key=one.message.key,
             num_landed_blocks=0,
             num_bytes=0,
         )
@@ -46,7 +45,7 @@ def refused(prefill: UnconnectedPrefill, code: str, reason: str) -> HandoffFence
     """This prompt is not computed here; another worker might."""
     message = prefill.message
     error = RequestError(code=code, message=reason, retryable=True)
-    return HandoffFenced(request_id=message.request_id, attempt=message.attempt, error=error)
+    return HandoffFenced(key=message.key, error=error)
 
 
 def undecodable(message: MalformedMessage, own: Peer) -> HandoffFenced:
@@ -54,21 +53,20 @@ def undecodable(message: MalformedMessage, own: Peer) -> HandoffFenced:
     error = RequestError(
         code=UNDECODABLE, message=f"worker {own.worker_id} cannot read the prompt: {message.reason}"
     )
-    return HandoffFenced(request_id=message.request_id, attempt=message.attempt, error=error)
+    return HandoffFenced(key=message.key, error=error)
 
 
 def fenced(request: PrefillRequest) -> HandoffFenced:
     """Nothing of this prompt will be written any more."""
     message = request.message
-    return HandoffFenced(request_id=message.request_id, attempt=message.attempt, error=request.error)
+    return HandoffFenced(key=message.key, error=request.error)
 
 
 def sealed(request: PrefillRequest, output: SequenceOutput, own: Peer, now: float) -> Sealed:
     """All blocks have landed at ``now`` (monotonic seconds), and ``output`` is the first token."""
     message = request.message
     return Sealed(
-        request_id=message.request_id,
-        attempt=message.attempt,
+        key=message.key,
         incarnation=own.incarnation,
         token_id=output.token_ids[0],
         logprobs=None if output.logprobs is None else output.logprobs[0],
@@ -89,8 +87,7 @@ def sealed(request: PrefillRequest, output: SequenceOutput, own: Peer, now: floa
 
 def _landing(request: PrefillRequest) -> HandoffLanding:
     return HandoffLanding(
-        request_id=request.message.request_id,
-        attempt=request.message.attempt,
+        key=request.message.key,
         num_landed_blocks=request.num_landed_blocks,
         num_bytes=request.transfer_bytes,
     )

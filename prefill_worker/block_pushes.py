@@ -45,7 +45,7 @@ class BlockPushes:
 
         Raises ``ValueError`` if the request names blocks that the decode worker does not have.
         """
-        num_tokens = request.message.num_tokens
+        num_tokens = request.message.spec.num_tokens
         end = progress.num_computed_tokens // self._block_size
         if progress.num_computed_tokens >= num_tokens:  # the last block may be partly filled
             end = -(-num_tokens // self._block_size)

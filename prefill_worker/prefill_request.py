@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.messages import Prefill, RequestError
+from cluster.sequence_spec import RequestKey
 from engine.step_result import SequenceOutput
 from kv_transfer.transport import Peer
 
@@ -58,6 +59,6 @@ class UnconnectedPrefill:
     received_at: float
 
 
-def engine_id(decode_worker: str, request_id: str, attempt: int) -> str:
+def engine_id(decode_worker: str, key: RequestKey) -> str:
     """The engine's id for one attempt of a decode worker's request."""
-    return f"{decode_worker}/{request_id}#{attempt}"
+    return f"{decode_worker}/{key}"

@@ -15,8 +15,9 @@ from cluster.members import WorkerRecord
 from cluster.messages import Cancel, HandoffFenced, Message, Prefill, RequestError, RequestTimings
 from cluster.recent_keys import RecentKeys
 from engine.engine_commands import EngineCommands
+from engine.new_request import NewRequest
 from engine.scheduler.errors import is_refusal
-from engine.step_result import NewRequest, SequenceOutput, StepResult
+from engine.step_result import SequenceOutput, StepResult
 from kv_transfer.handoff import FENCEABLE_STATES, Handoff, HandoffEvent, HandoffStateError
 from kv_transfer.handoff_ledger import HandoffLedger
 from kv_transfer.transport import Peer, TransferStats, Transport
@@ -130,7 +131,7 @@ class PrefillWorker:
 
     def on_malformed(self, sender: str, incarnation: int, message: MalformedMessage) -> None:
         """A decode worker's message that cannot be read: if it is a prompt, nothing of it will be written."""
-        key = engine_id(sender, message.request_id, message.attempt)
+        key = engine_id(sender, message.key)
         if message.kind == "prefill" and key not in self._requests:
             self._on_failed(UNDECODABLE)
             self._over.add(key)
@@ -158,7 +159,7 @@ class PrefillWorker:
         """Once per report interval: deadlines, heartbeats, decode workers that could not be connected."""
         self._notice_stall()
         for handoff in self.ledger.past_deadline(self._clock.unix()):
-            request = self._requests[engine_id(handoff.decode.worker_id, *handoff.key)]
+            request = self._requests[engine_id(handoff.decode.worker_id, handoff.key)]
             self._fail(request, "deadline_exceeded", "the deadline passed during prefill")
         now = self._clock.monotonic()
         if now - self._last_heartbeat >= self._heartbeat_s:
@@ -174,7 +175,7 @@ class PrefillWorker:
             if request is not None and not request.is_fencing:
                 if not request.scheduled_at:
                     request.scheduled_at = result.started_at
-                request.num_computed_here = request.message.num_tokens - progress.num_cached_tokens
+                request.num_computed_here = request.message.spec.num_tokens - progress.num_cached_tokens
                 try:
                     self._pushes.push(request, progress)
                 except ValueError as error:  # block ids that the peer does not have
@@ -207,7 +208,7 @@ class PrefillWorker:
 
     def _accept(self, prefill: UnconnectedPrefill) -> None:
         message = prefill.message
-        key = engine_id(prefill.sender, message.request_id, message.attempt)
+        key = engine_id(prefill.sender, message.key)
         if message.prefill_incarnation != self._own.incarnation:
             self._on_dropped("old_incarnation")  # the sender learns of that one's end from the registry
             return
@@ -215,7 +216,7 @@ class PrefillWorker:
             self._on_dropped("duplicate")
             return
         if key in self._over:
-            self._send(prefill.sender, HandoffFenced(request_id=message.request_id, attempt=message.attempt))
+            self._send(prefill.sender, HandoffFenced(key=message.key))
             return
         if self._is_draining:
             self._refuse(prefill, "draining", f"worker {self._own.worker_id} drains")
@@ -228,29 +229,28 @@ class PrefillWorker:
                 reason = f"{self._own.worker_id} has no connection to {prefill.sender}"
                 self._refuse(prefill, "not_connected", reason)
             return
-        num_blocks = -(-message.num_tokens // self._block_size)
+        num_blocks = -(-message.spec.num_tokens // self._block_size)
         if message.first_block + len(message.block_ids) < num_blocks or message.first_block < 0:
             self._refuse(
                 prefill,
                 "invalid_request",
-                f"a prompt of {message.num_tokens} tokens has {num_blocks} blocks, but the target "
+                f"a prompt of {message.spec.num_tokens} tokens has {num_blocks} blocks, but the target "
                 f"is blocks {message.first_block} to {message.first_block + len(message.block_ids) - 1}",
             )
             return
         try:
             self.ledger.open(
-                request_id=message.request_id,
-                attempt=message.attempt,
+                key=message.key,
                 prefill=self._own,
                 decode=peer,
                 block_ids=tuple(message.block_ids),
                 now=self._clock.unix(),
-                deadline=message.deadline,
+                deadline=message.spec.deadline,
             )
         except (HandoffStateError, ValueError) as error:
             self._refuse(prefill, "handoff_conflict", str(error))
             return
-        checked = self._verifier.choose(message.request_id, message.attempt, num_blocks - message.first_block)
+        checked = self._verifier.choose(message.key, num_blocks - message.first_block)
         request = PrefillRequest(
             message=message,
             peer=peer,
@@ -264,11 +264,8 @@ class PrefillWorker:
         self._requests[request.engine_id] = request
         new_request = NewRequest(
             request_id=request.engine_id,
-            prompt_token_ids=message.prompt_token_ids,
-            sampling=message.sampling,
-            output_token_ids=message.output_token_ids,
+            spec=message.spec,
             prefill_only=True,
-            cache_salt=message.cache_salt,
         )
         now = request.received_at
         self._engine.run(
@@ -279,7 +276,7 @@ class PrefillWorker:
     def _refuse(self, prefill: UnconnectedPrefill, code: str, reason: str) -> None:
         """Nothing was written and nothing will be."""
         self._on_failed(code)
-        self._over.add(engine_id(prefill.sender, prefill.message.request_id, prefill.message.attempt))
+        self._over.add(engine_id(prefill.sender, prefill.message.key))
         self._send(prefill.sender, answers.refused(prefill, code, reason))
 
     def _engine_refused(self, request: PrefillRequest, error: BaseException) -> None:
@@ -313,20 +310,17 @@ class PrefillWorker:
                     self._fail(request, "unreachable", f"the connection to {worker} broke")
 
     def _cancelled(self, sender: str, incarnation: int, cancel: Cancel) -> None:
-        request = self._requests.get(engine_id(sender, cancel.request_id, cancel.attempt))
+        request = self._requests.get(engine_id(sender, cancel.key))
         if request is not None:
             if request.peer.incarnation == incarnation:
                 self._fence(request, cancel.reason, None)
             return
         self._unconnected = [
-            one
-            for one in self._unconnected
-            if (one.sender, one.message.request_id, one.message.attempt)
-            != (sender, cancel.request_id, cancel.attempt)
+            one for one in self._unconnected if (one.sender, one.message.key) != (sender, cancel.key)
         ]
         # Not here: over, or not arrived yet, and then it shall not start. Nothing will be written.
-        self._over.add(engine_id(sender, cancel.request_id, cancel.attempt))
-        self._send(sender, HandoffFenced(request_id=cancel.request_id, attempt=cancel.attempt))
+        self._over.add(engine_id(sender, cancel.key))
+        self._send(sender, HandoffFenced(key=cancel.key))
 
     def _fail(self, request: PrefillRequest, code: str, reason: str, *, retryable: bool = True) -> None:
         self._fence(request, reason, RequestError(code=code, message=reason, retryable=retryable))
@@ -335,12 +329,12 @@ class PrefillWorker:
         """Stop, and say so once the writes under way have ended. Blocks that are being read stay pinned."""
         if request.is_fencing:
             return
-        handoff = self.ledger.get(request.message.request_id, request.message.attempt)
+        handoff = self.ledger.get(request.message.key)
         if handoff is None or handoff.state not in FENCEABLE_STATES:
             return  # sealed and delivered: it is the decode worker's now
         if error is not None:
             self._on_failed(error.code)
-            logger.warning("prefill of %s stopped: %s", request.message.request_id, reason)
+            logger.warning("prefill of %s stopped: %s", request.message.key, reason)
         request.is_fencing = True
         request.error = error
         self._advance(request, HandoffEvent.FENCE, reason=reason)
@@ -379,7 +373,7 @@ class PrefillWorker:
 
     def _end(self, request: PrefillRequest, event: HandoffEvent) -> None:
         self._advance(request, event)
-        self.ledger.close(request.message.request_id, request.message.attempt)
+        self.ledger.close(request.message.key)
         del self._requests[request.engine_id]
         self._over.add(request.engine_id)
         self._engine.run(lambda engine: engine.release(request.engine_id))
@@ -394,8 +388,7 @@ class PrefillWorker:
         reason: str = "",
     ) -> None:
         self.ledger.transition(
-            request.message.request_id,
-            request.message.attempt,
+            request.message.key,
             event,
             self._clock.unix(),
             num_landed_blocks=num_landed_blocks,

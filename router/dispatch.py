@@ -19,14 +19,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-import msgspec
+from msgspec import structs
 
 from cluster.malformed import UNDECODABLE
 from cluster.messages import Cancel, Generate, RequestError, TokenBatch, TokenOutput
 from cluster.recent_keys import RecentKeys
 from cluster.rpc import MessageEncodingError
+from cluster.sequence_spec import RequestKey
 from router.cluster_view import ClusterView, WorkerUnreachableError
 from router.in_flight import Generation, InFlightRequest, InFlightTable, SequenceRequest
 from router.metrics import RouterMetrics
@@ -74,7 +76,7 @@ class Dispatcher:
         self._timer = timer
         self._timers: dict[Generation, Timer] = {}
         self._parked: dict[InFlightRequest, Timer] = {}  # no worker for them now
-        self._told_to_stop: RecentKeys[tuple[str, int]] = RecentKeys()  # (request id, attempt)
+        self._told_to_stop: RecentKeys[RequestKey] = RecentKeys()
 
     def start(self, requests: Sequence[SequenceRequest], timeout_ms: float) -> Generation:
         """Dispatch the sequences of one API request. The caller must ``close`` the generation.
@@ -86,12 +88,16 @@ class Dispatcher:
         hashes: PromptHashes | None = None
         try:
             for index, request in enumerate(requests):
+                spec = structs.replace(request.spec, deadline=deadline)
                 if request.hashes is not None:
                     hashes = request.hashes
-                elif hashes is None or request.prompt_token_ids is not requests[index - 1].prompt_token_ids:
-                    hashes = PromptHashes(request.prompt_token_ids, request.cache_salt)
+                elif (
+                    hashes is None
+                    or request.spec.prompt_token_ids is not requests[index - 1].spec.prompt_token_ids
+                ):
+                    hashes = PromptHashes(request.spec.prompt_token_ids, request.spec.cache_salt)
                 entry = InFlightRequest(
-                    request=request, index=index, generation=generation, deadline=deadline, hashes=hashes
+                    request=replace(request, spec=spec), index=index, generation=generation, hashes=hashes
                 )
                 self._dispatch(entry)
                 generation.entries.append(entry)
@@ -127,10 +133,10 @@ class Dispatcher:
     def on_tokens(self, worker: str, batch: TokenBatch) -> None:
         """Take one engine step's outputs from ``worker``."""
         for output in batch.outputs:
-            entry = self.in_flight.get(output.request_id)
+            entry = self.in_flight.get(output.key.request_id)
             if entry is None:
                 self._drop(worker, output, "finished_request")
-            elif output.attempt != entry.attempt:
+            elif output.key != entry.key:
                 self._drop(worker, output, "old_attempt")
             elif entry.plan is None or entry.plan.decode_worker != worker:
                 self._drop(worker, output, "wrong_worker")
@@ -140,7 +146,7 @@ class Dispatcher:
     def on_worker_lost(self, worker: str) -> None:
         """Move what was running on a worker that left or is unreachable."""
         for entry in self.in_flight.on_worker(worker):
-            self._send_cancel(worker, entry.request_id, entry.attempt, "moved")  # should it come back
+            self._send_cancel(worker, entry.key, "moved")  # should it come back
             self._retry(
                 entry,
                 RequestError(
@@ -153,9 +159,8 @@ class Dispatcher:
     def _drop(self, worker: str, output: TokenOutput, reason: str) -> None:
         """Ignore an output that nobody waits for. A worker that does not know that is told, once."""
         self._metrics.message_dropped(reason)
-        key = (output.request_id, output.attempt)
-        if output.finish_reason is None and key not in self._told_to_stop:
-            self._send_cancel(worker, *key, reason)
+        if output.finish_reason is None and output.key not in self._told_to_stop:
+            self._send_cancel(worker, output.key, reason)
 
     def _take(self, entry: InFlightRequest, output: TokenOutput) -> None:
         if output.error is not None or output.finish_reason in ("error", "abort"):
@@ -172,7 +177,7 @@ class Dispatcher:
             self._prefill_done(entry)
         if output.timings is not None and entry.output_token_ids:
             # It was moved. What the client is told of the first token is how it really came.
-            output = msgspec.structs.replace(output, timings=None)
+            output = structs.replace(output, timings=None)
         entry.output_token_ids.extend(output.token_ids)
         if entry.lost_at:
             self._metrics.recovered(entry.lost_for, self._clock() - entry.lost_at)
@@ -231,9 +236,9 @@ class Dispatcher:
             decode, prefill = self._view.snapshots(request.model, entry.hashes)
             plan = choose_workers(
                 RequestSnapshot(
-                    num_prompt_tokens=len(request.prompt_token_ids),
+                    num_prompt_tokens=len(request.spec.prompt_token_ids),
                     num_output_tokens=len(entry.output_token_ids),
-                    max_tokens=request.sampling.max_tokens,
+                    max_tokens=request.spec.sampling.max_tokens,
                     excluded_workers=entry.excluded_workers,
                     num_failed_prefills=entry.num_failed_prefills,
                 ),
@@ -242,14 +247,9 @@ class Dispatcher:
                 self._settings,
             )
             message = Generate(
-                request_id=request.request_id,
-                attempt=entry.attempt,
-                prompt_token_ids=request.prompt_token_ids,
-                sampling=request.sampling,
-                output_token_ids=list(entry.output_token_ids),
+                key=entry.key,
+                spec=structs.replace(request.spec, output_token_ids=list(entry.output_token_ids)),
                 prefill_worker=plan.prefill_worker,
-                cache_salt=request.cache_salt,
-                deadline=entry.deadline,
             )
             try:
                 entry.decode_incarnation = self._view.send(plan.decode_worker, message)
@@ -266,13 +266,12 @@ class Dispatcher:
         entry.plan = plan
         entry.generation.plans[entry.index] = plan
         self.in_flight.add(entry)
-        key = (entry.request_id, entry.attempt)
         decode = self._view.get(plan.decode_worker)
         if decode is not None:
-            decode.add_request(key)
+            decode.add_request(entry.key)
         computing = self._view.get(plan.prefill_worker or plan.decode_worker)
         if computing is not None:
-            computing.add_prefill(key, plan.uncached_tokens)
+            computing.add_prefill(entry.key, plan.uncached_tokens)
         logger.debug(
             "request %s attempt %d: decode on %s, prefill on %s, %d of %d tokens cached: %s",
             entry.request_id,
@@ -280,7 +279,7 @@ class Dispatcher:
             plan.decode_worker,
             plan.prefill_worker or plan.decode_worker,
             plan.cached_tokens,
-            len(entry.request.prompt_token_ids),
+            len(entry.request.spec.prompt_token_ids),
             plan.reason,
         )
         self._metrics.planned(plan)
@@ -290,7 +289,7 @@ class Dispatcher:
         assert entry.plan is not None
         computing = self._view.get(entry.plan.prefill_worker or entry.plan.decode_worker)
         if computing is not None:
-            computing.remove_prefill((entry.request_id, entry.attempt))
+            computing.remove_prefill(entry.key)
 
     def _finish(self, entry: InFlightRequest) -> None:
         """Take the entry out of the table and out of the workers' counts."""
@@ -298,7 +297,7 @@ class Dispatcher:
         self._prefill_done(entry)
         decode = self._view.get(entry.plan.decode_worker)
         if decode is not None:
-            decode.remove_request((entry.request_id, entry.attempt))
+            decode.remove_request(entry.key)
         self.in_flight.remove(entry)
         self._metrics.in_flight.set(len(self.in_flight))
 
@@ -310,18 +309,18 @@ class Dispatcher:
         self._finish(entry)
         entry.generation.unfinished.discard(entry.index)
         self._metrics.cancelled(reason)
-        self._send_cancel(entry.plan.decode_worker, entry.request_id, entry.attempt, reason)
+        self._send_cancel(entry.plan.decode_worker, entry.key, reason)
 
-    def _send_cancel(self, worker: str, request_id: str, attempt: int, reason: str) -> None:
+    def _send_cancel(self, worker: str, key: RequestKey, reason: str) -> None:
         try:
-            self._view.send(worker, Cancel(request_id=request_id, attempt=attempt, reason=reason))
+            self._view.send(worker, Cancel(key=key, reason=reason))
         except WorkerUnreachableError:  # should it be back, its next output brings another try
-            logger.info("request %s: cannot cancel on %s, its deadline will", request_id, worker)
+            logger.info("request %s: cannot cancel on %s, its deadline will", key, worker)
         else:
-            self._told_to_stop.add((request_id, attempt))
+            self._told_to_stop.add(key)
 
     def _fail(self, entry: InFlightRequest, error: RequestError) -> None:
-        entry.generation.fail(entry.index, entry.request_id, entry.attempt, error)
+        entry.generation.fail(entry.index, entry.key, error)
 
     def _expire(self, generation: Generation, timeout_ms: float) -> None:
         self._timers.pop(generation, None)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cluster.messages import RequestError, TokenOutput
-from cluster.sampling_params import SamplingParams
+from cluster.sequence_spec import RequestKey, SequenceSpec
 from router.policy.plan import Plan
 from router.prompt_hashes import PromptHashes
 
@@ -18,9 +18,7 @@ class SequenceRequest:
 
     request_id: str
     model: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    cache_salt: str = ""
+    spec: SequenceSpec
     hashes: PromptHashes | None = None  # of the prompt, where they have been computed
 
 
@@ -31,7 +29,6 @@ class InFlightRequest:
     request: SequenceRequest
     index: int  # among its generation's sequences
     generation: Generation
-    deadline: float  # unix seconds
     hashes: PromptHashes
     attempt: int = 0
     plan: Plan | None = None
@@ -44,8 +41,13 @@ class InFlightRequest:
 
     @property
     def request_id(self) -> str:
-        """The identity it has on every worker."""
+        """What its attempts have in common."""
         return self.request.request_id
+
+    @property
+    def key(self) -> RequestKey:
+        """The identity that its present attempt has on every worker."""
+        return RequestKey(self.request.request_id, self.attempt)
 
 
 class Generation:
@@ -75,11 +77,11 @@ class Generation:
             self.unfinished.discard(index)
         self._wake.set()
 
-    def fail(self, index: int, request_id: str, attempt: int, error: RequestError) -> None:
+    def fail(self, index: int, key: RequestKey, error: RequestError) -> None:
         """Queue a failure that the router itself detected."""
         self.push(
             index,
-            TokenOutput(request_id=request_id, attempt=attempt, finish_reason="error", error=error),
+            TokenOutput(key=key, finish_reason="error", error=error),
         )
 
     def disconnect(self) -> None:

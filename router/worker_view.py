@@ -6,10 +6,9 @@ from typing import Protocol
 
 from cluster.members import LoadReport, WorkerRecord
 from cluster.messages import Message
+from cluster.sequence_spec import RequestKey
 from router.policy.plan import WorkerSnapshot
 from router.prompt_hashes import HashGroup, hash_group
-
-Dispatched = tuple[str, int]  # request id, attempt
 
 
 class Connection(Protocol):
@@ -40,10 +39,10 @@ class WorkerView:
         self.is_reachable = True  # until the connection breaks, and again with the next message
         self.was_told_to_drain = False  # through this router; the worker itself says so with its next report
         self.peers: frozenset[str] = frozenset()  # compatible prefill workers, if this is a decode worker
-        self._requests: set[Dispatched] = set()
-        self._prefills: dict[Dispatched, int] = {}  # uncached prompt tokens
-        self._unreported_requests: set[Dispatched] = set()
-        self._unreported_prefills: dict[Dispatched, int] = {}
+        self._requests: set[RequestKey] = set()
+        self._prefills: dict[RequestKey, int] = {}  # uncached prompt tokens
+        self._unreported_requests: set[RequestKey] = set()
+        self._unreported_prefills: dict[RequestKey, int] = {}
 
     @property
     def is_ready(self) -> bool:
@@ -73,22 +72,22 @@ class WorkerView:
         self._unreported_requests.clear()
         self._unreported_prefills.clear()
 
-    def add_request(self, key: Dispatched) -> None:
+    def add_request(self, key: RequestKey) -> None:
         """Count a dispatch to this decode worker."""
         self._requests.add(key)
         self._unreported_requests.add(key)
 
-    def remove_request(self, key: Dispatched) -> None:
+    def remove_request(self, key: RequestKey) -> None:
         """The request finished or left."""
         self._requests.discard(key)
         self._unreported_requests.discard(key)
 
-    def add_prefill(self, key: Dispatched, num_tokens: int) -> None:
+    def add_prefill(self, key: RequestKey, num_tokens: int) -> None:
         """Count a prompt that this worker will compute."""
         self._prefills[key] = num_tokens
         self._unreported_prefills[key] = num_tokens
 
-    def remove_prefill(self, key: Dispatched) -> None:
+    def remove_prefill(self, key: RequestKey) -> None:
         """The prompt is computed, or will not be."""
         self._prefills.pop(key, None)
         self._unreported_prefills.pop(key, None)

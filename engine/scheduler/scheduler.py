@@ -23,6 +23,7 @@ from __future__ import annotations
 from cluster.messages import FinishReason, TokenLogprobs
 from engine.batch import Batch, ScheduledSequence
 from engine.kv_cache.kv_cache_manager import KvCacheManager
+from engine.new_request import NewRequest
 from engine.scheduler.admission import Admission
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.errors import QueueFullError, RequestStateError
@@ -32,7 +33,7 @@ from engine.scheduler.request_limits import check_request
 from engine.scheduler.sequence_outputs import FINISH_REASONS, error_output, token_output
 from engine.scheduler.stop_conditions import check_stop
 from engine.sequence import SampledToken, Sequence, SequenceStatus
-from engine.step_result import NewRequest, PrefillProgress, Reservation, SequenceOutput
+from engine.step_result import PrefillProgress, Reservation, SequenceOutput
 
 
 class Scheduler:
@@ -87,7 +88,7 @@ class Scheduler:
             request,
             arrived_at=now,
             arrival_index=self._num_arrived,
-            hash_root=self.kv_cache.hash_root(request.cache_salt),
+            hash_root=self.kv_cache.hash_root(request.spec.cache_salt),
         )
         self._num_arrived += 1
         self._queues.all[request.request_id] = self._queues.waiting[request.request_id] = sequence

@@ -8,16 +8,17 @@ from collections.abc import Callable
 from cluster.malformed import MalformedMessage
 from cluster.messages import Cancel, Envelope, Message
 from cluster.rpc import RpcConnection, RpcError, RpcServer
+from cluster.sequence_spec import RequestKey
 
 LOCALHOST = "tcp://127.0.0.1:0"
 
 
 def numbered(number: int) -> Cancel:
-    return Cancel(request_id=f"r{number}", attempt=number)
+    return Cancel(key=RequestKey(f"r{number}", number))
 
 
 def numbers(messages: list[Message]) -> list[int]:
-    return [message.attempt for message in messages if isinstance(message, Cancel)]
+    return [message.key.attempt for message in messages if isinstance(message, Cancel)]
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

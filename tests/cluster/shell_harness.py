@@ -20,6 +20,7 @@ from cluster.members import (
 from cluster.messages import Cancel, Envelope, KvEvents, LoadUpdate, Message, Subscribe
 from cluster.registry import Registry
 from cluster.rpc import RpcConnection
+from cluster.sequence_spec import RequestKey
 from cluster.worker_shell import WorkerShell
 
 LEASE_S = 5.0
@@ -142,13 +143,13 @@ class Harness:
     async def heard(self, router: Router) -> None:
         """Wait until the worker has handled everything this router has sent."""
         num_messages = len(self.messages)
-        router.connection.send(Cancel(request_id="marker", attempt=0))
+        router.connection.send(Cancel(key=RequestKey("marker", 0)))
         await until(lambda: len(self.messages) > num_messages, "the marker")
         self.messages.pop()
 
     async def arrived(self, router: Router) -> None:
         """Wait until everything sent to the router has arrived there."""
-        marker = Cancel(request_id="marker", attempt=0)
+        marker = Cancel(key=RequestKey("marker", 0))
         assert self.shell.send(router.name, marker)
         await until(lambda: router.received[-1:] == [marker], "the marker")
         router.received.pop()

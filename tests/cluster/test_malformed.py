@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from cluster.malformed import MalformedMessage, identify
 from cluster.messages import Envelope, Generate
 from cluster.sampling_params import SamplingParams
+from cluster.sequence_spec import RequestKey, SequenceSpec
 
 GENERATE = Generate(
-    request_id="r",
-    attempt=3,
-    prompt_token_ids=[1, 2],
-    sampling=SamplingParams(max_tokens=4, seed=1),
+    key=RequestKey("r", 3),
+    spec=SequenceSpec(prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=4, seed=1)),
 )
 
 
@@ -30,10 +29,10 @@ def payload(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"sampling": {"max_tokens": 4, "seed": 1, "top_k": "all"}},
-        {"sampling": None},
-        {"prompt_token_ids": [1, 2.5]},
-        {"deadline": "soon"},
+        {"spec": {"prompt_token_ids": [1], "sampling": {"max_tokens": 4, "seed": 1, "top_k": "all"}}},
+        {"spec": {"prompt_token_ids": [1], "sampling": None}},
+        {"spec": {"prompt_token_ids": [1, 2.5]}},
+        {"spec": None},
         {"type": "a message of tomorrow"},
     ],
 )
@@ -45,13 +44,12 @@ def test_a_request_that_does_not_decode_is_known_by_its_id(changes: dict[str, An
         sender="router-0",
         incarnation=7,
         kind=changes.get("type", "generate"),
-        request_id="r",
-        attempt=3,
+        key=RequestKey("r", 3),
         reason="why",
     )
 
 
-@pytest.mark.parametrize("changes", [{"request_id": 5}, {"attempt": None}, {"type": 1}])
+@pytest.mark.parametrize("changes", [{"key": [5, 1]}, {"key": ["r", None]}, {"key": ["r"]}, {"type": 1}])
 def test_without_an_id_nobody_is_known(changes: dict[str, Any]) -> None:
     assert identify(payload(**changes), "why") is None
 

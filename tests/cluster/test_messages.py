@@ -26,27 +26,27 @@ from cluster.messages import (
     TokenOutput,
 )
 from cluster.sampling_params import SamplingParams
+from cluster.sequence_spec import RequestKey
+from tests.sequence_specs import with_spec
 
 LARGEST = 2**64 - 1  # an xxh3
 
 
 def prefill(**fields: Any) -> Prefill:
     values: dict[str, Any] = {
-        "request_id": "r",
-        "attempt": 2,
+        "key": RequestKey("r", 2),
         "prompt_token_ids": [1, 2, 3],
         "sampling": SamplingParams(max_tokens=5, seed=7),
         "prefill_incarnation": 1_700_000_000_000_000_000,
         "first_block": 1,
         "block_ids": [9, 4],
     }
-    return Prefill(**(values | fields))
+    return Prefill(**with_spec(values | fields))
 
 
 def sealed(**fields: Any) -> Sealed:
     values: dict[str, Any] = {
-        "request_id": "r",
-        "attempt": 2,
+        "key": RequestKey("r", 2),
         "incarnation": 3,
         "token_id": 42,
         "logprobs": TokenLogprobs(token_id=42, logprob=-0.5, rank=1, top=((42, -0.5), (7, -1.25))),
@@ -61,8 +61,8 @@ def sealed(**fields: Any) -> Sealed:
         HandoffProgress(handoffs=[]),
         HandoffProgress(
             handoffs=[
-                HandoffLanding(request_id="a", attempt=0, num_landed_blocks=0, num_bytes=0),
-                HandoffLanding(request_id="b", attempt=4, num_landed_blocks=7, num_bytes=2**40),
+                HandoffLanding(key=RequestKey("a", 0), num_landed_blocks=0, num_bytes=0),
+                HandoffLanding(key=RequestKey("b", 4), num_landed_blocks=7, num_bytes=2**40),
             ]
         ),
         Drain(),
@@ -70,14 +70,13 @@ def sealed(**fields: Any) -> Sealed:
         prefill(output_token_ids=[8, 9], cache_salt="tenant", deadline=1_700_000_000.25),
         sealed(),
         sealed(logprobs=None, checksums=[(0, 0), (5, LARGEST)]),
-        HandoffFenced(request_id="r", attempt=1),
-        HandoffFenced(request_id="r", attempt=1, error=RequestError(code="prefill_failed", message="m")),
-        Cancel(request_id="r", attempt=1, reason="moved"),
+        HandoffFenced(key=RequestKey("r", 1)),
+        HandoffFenced(key=RequestKey("r", 1), error=RequestError(code="prefill_failed", message="m")),
+        Cancel(key=RequestKey("r", 1), reason="moved"),
         TokenBatch(
             outputs=[
                 TokenOutput(
-                    request_id="r",
-                    attempt=1,
+                    key=RequestKey("r", 1),
                     finish_reason="error",
                     error=RequestError(code="prefill_failed", message="m", retryable=True, worker="p0"),
                 )
@@ -105,8 +104,8 @@ def test_a_seal_survives_as_a_notification() -> None:
 
 
 def test_what_is_prefilled_is_the_prompt_and_the_answer_so_far() -> None:
-    assert prefill().num_tokens == 3
-    assert prefill(output_token_ids=[8, 9]).num_tokens == 5
+    assert prefill().spec.num_tokens == 3
+    assert prefill(output_token_ids=[8, 9]).spec.num_tokens == 5
 
 
 def test_messages_of_this_kind_have_their_own_version() -> None:

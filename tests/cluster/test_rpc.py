@@ -15,6 +15,7 @@ from cluster import rpc
 from cluster.messages import Envelope, Generate, KvEvents, Message, Prefill
 from cluster.rpc import RpcError, RpcOverloadedError, RpcServer
 from cluster.sampling_params import SamplingParams
+from cluster.sequence_spec import RequestKey, SequenceSpec
 from tests.cluster.rpc_cluster import Client, Cluster, numbered, numbers, until
 
 
@@ -46,20 +47,19 @@ async def test_every_field_of_a_message_survives(cluster: Cluster) -> None:
     client = cluster.client(address)
     sampling = SamplingParams(max_tokens=5, seed=2**63, temperature=0.25, logit_bias={17: -2.5}, logprobs=3)
     generate = Generate(
-        request_id="söme/id",
-        attempt=2,
-        prompt_token_ids=[0, 49151],
-        sampling=sampling,
-        output_token_ids=[4],
+        key=RequestKey("söme/id", 2),
+        spec=SequenceSpec(
+            prompt_token_ids=[0, 49151],
+            sampling=sampling,
+            output_token_ids=[4],
+            cache_salt="tenant",
+            deadline=1_700_000_000.25,
+        ),
         prefill_worker="p0",
-        cache_salt="tenant",
-        deadline=1_700_000_000.25,
     )
     prefill = Prefill(
-        request_id="r",
-        attempt=1,
-        prompt_token_ids=[1],
-        sampling=sampling,
+        key=RequestKey("r", 1),
+        spec=SequenceSpec(prompt_token_ids=[1], sampling=sampling),
         prefill_incarnation=4,
         first_block=3,
         block_ids=[9, 4],
@@ -76,10 +76,10 @@ async def test_large_messages_go_both_ways(cluster: Cluster) -> None:
     snapshot = KvEvents(sequence=1, stored=[number.to_bytes(32) for number in range(200_000)], snapshot=True)
     worker.react = lambda peer, message: None if worker.server.send(peer, snapshot) else pytest.fail("gone")
     request = Generate(
-        request_id="long",
-        attempt=1,
-        prompt_token_ids=list(range(500_000)),
-        sampling=SamplingParams(max_tokens=1, seed=0),
+        key=RequestKey("long", 1),
+        spec=SequenceSpec(
+            prompt_token_ids=list(range(500_000)), sampling=SamplingParams(max_tokens=1, seed=0)
+        ),
     )
     client.connection.send(request)
     await until(lambda: bool(client.envelopes), "the snapshot")

@@ -16,6 +16,7 @@ from cluster import rpc
 from cluster.messages import Cancel, Envelope, Generate, KvEvents, Message
 from cluster.rpc import MessageEncodingError, RpcOverloadedError
 from cluster.sampling_params import SamplingParams
+from cluster.sequence_spec import RequestKey, SequenceSpec
 from tests.cluster.rpc_cluster import Cluster, numbered, numbers, until
 
 
@@ -87,8 +88,8 @@ async def test_malformed_messages_are_counted_and_dropped(cluster: Cluster, raw:
         good[:-1],
         good + b"\x00",
         msgspec.msgpack.encode(["raw", 1, {"type": "no such message"}]),
-        msgspec.msgpack.encode(["raw", "1", {"type": "cancel", "request_id": "r", "attempt": 1}]),
-        msgspec.msgpack.encode(["raw", 1, {"type": "cancel", "request_id": "r"}]),
+        msgspec.msgpack.encode(["raw", "1", {"type": "cancel", "key": RequestKey("r", 1)}]),
+        msgspec.msgpack.encode(["raw", 1, {"type": "cancel", "key": ["r"]}]),
         msgspec.msgpack.encode(["raw", 1]),
         nested,
     ]
@@ -106,13 +107,13 @@ async def test_whose_request_a_malformed_message_is_about_is_told(
 ) -> None:
     worker, address = await cluster.worker()
     raw.connect(address)
-    raw.send(msgspec.msgpack.encode(["raw", 2, {"type": "generate", "request_id": "r", "attempt": 1}]))
-    raw.send(msgspec.msgpack.encode(["raw", 1, {"type": "generate", "request_id": "old", "attempt": 1}]))
+    raw.send(msgspec.msgpack.encode(["raw", 2, {"type": "generate", "key": RequestKey("r", 1)}]))
+    raw.send(msgspec.msgpack.encode(["raw", 1, {"type": "generate", "key": RequestKey("old", 1)}]))
     raw.send(msgspec.msgpack.encode(Envelope("raw", 2, numbered(1))))
     await until(lambda: bool(worker.received), "the good message")
     ((peer, incarnation, message),) = worker.malformed
-    assert (peer, incarnation, message.kind, message.request_id) == ("raw", 2, "generate", "r")
-    assert "prompt_token_ids" in message.reason
+    assert (peer, incarnation, message.kind, message.key.request_id) == ("raw", 2, "generate", "r")
+    assert "spec" in message.reason
     assert (worker.server.num_malformed, worker.server.num_stale) == (1, 1)
     assert worker.server.send("raw", numbered(2)), "its sender can be answered"
 
@@ -121,7 +122,7 @@ async def test_a_message_that_no_wire_can_carry_is_the_sender_s_fault(cluster: C
     worker, address = await cluster.worker()
     client = cluster.client(address)
     with pytest.raises(MessageEncodingError, match="Cancel cannot be encoded"):
-        client.connection.send(Cancel(request_id="r", attempt=10**27))
+        client.connection.send(Cancel(key=RequestKey("r", 10**27)))
     client.connection.send(numbered(1))
     await until(lambda: bool(worker.received), "the next message")
 
@@ -137,10 +138,11 @@ async def test_mutated_messages_are_handled_or_counted(
             "raw",
             1,
             Generate(
-                request_id="r",
-                attempt=1,
-                prompt_token_ids=[1, 300, 70_000],
-                sampling=SamplingParams(max_tokens=3, seed=1, temperature=0.5),
+                key=RequestKey("r", 1),
+                spec=SequenceSpec(
+                    prompt_token_ids=[1, 300, 70_000],
+                    sampling=SamplingParams(max_tokens=3, seed=1, temperature=0.5),
+                ),
             ),
         )
     )

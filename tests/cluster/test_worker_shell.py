@@ -12,6 +12,7 @@ from cluster import worker_shell
 from cluster.members import LoadReport
 from cluster.messages import Cancel, Drain, KvEvents, Subscribe
 from cluster.registry import RegistryUnavailableError
+from cluster.sequence_spec import RequestKey
 from tests.cluster.shell_harness import LEASE_S, Harness, block, router_record, until, worker_record
 
 
@@ -82,7 +83,7 @@ async def test_close_ends_everything(harness: Harness) -> None:
     router = await harness.subscribed()
     await harness.shell.close()
     assert harness.registry.records == []
-    assert not harness.shell.send(router.name, Cancel(request_id="r", attempt=1))
+    assert not harness.shell.send(router.name, Cancel(key=RequestKey("r", 1)))
     assert harness.shell.dropped_messages["undeliverable"] == 1
     harness.shell.publish_load(LoadReport())
 
@@ -99,7 +100,7 @@ async def test_close_before_registration() -> None:
 
 async def test_the_role_gets_what_is_not_for_the_shell(harness: Harness) -> None:
     router = harness.router("r7", incarnation=3)
-    cancel = Cancel(request_id="a", attempt=1)
+    cancel = Cancel(key=RequestKey("a", 1))
     router.connection.send(Subscribe())
     router.connection.send(cancel)
     await until(lambda: bool(harness.messages), "the message")
@@ -111,10 +112,10 @@ async def test_the_role_gets_what_is_not_for_the_shell(harness: Harness) -> None
 async def test_stale_and_undeliverable_messages_are_counted(harness: Harness) -> None:
     old = await harness.subscribed(incarnation=1)
     await harness.subscribed(incarnation=2)
-    old.connection.send(Cancel(request_id="a", attempt=1))
+    old.connection.send(Cancel(key=RequestKey("a", 1)))
     await until(lambda: harness.shell.dropped_messages["old_incarnation"] == 1, "the stale message")
     assert harness.messages == []
-    assert not harness.shell.send("nobody", Cancel(request_id="a", attempt=1))
+    assert not harness.shell.send("nobody", Cancel(key=RequestKey("a", 1)))
     assert harness.shell.dropped_messages == {"old_incarnation": 1, "malformed": 0, "undeliverable": 1}
 
 
@@ -131,12 +132,12 @@ async def test_malformed_messages_are_counted(harness: Harness) -> None:
 async def test_whose_request_a_malformed_message_is_about_is_told(harness: Harness) -> None:
     with zmq.Context.instance().socket(zmq.DEALER) as router:
         router.connect(harness.address)
-        request = {"type": "generate", "request_id": "r", "attempt": 2, "prompt_token_ids": "no list"}
+        request = {"type": "generate", "key": RequestKey("r", 2), "spec": {"prompt_token_ids": "no list"}}
         router.send(msgspec.msgpack.encode(["router-0", 1, request]))
         await until(lambda: bool(harness.malformed), "the malformed request")
     ((peer, incarnation, message),) = harness.malformed
     assert (peer, incarnation) == ("router-0", 1)
-    assert (message.kind, message.request_id, message.attempt) == ("generate", "r", 2)
+    assert (message.kind, message.key) == ("generate", RequestKey("r", 2))
 
 
 async def test_an_order_to_drain_is_the_host_s_affair(harness: Harness) -> None:
@@ -243,7 +244,7 @@ async def test_there_is_no_load_before_the_first_report(harness: Harness) -> Non
 async def test_a_gone_router_does_not_keep_others_from_being_told(harness: Harness) -> None:
     gone, there = await harness.subscribed("r1"), await harness.subscribed("r2")
     gone.connection.close()
-    await until(lambda: not harness.shell.send("r1", Cancel(request_id="a", attempt=1)), "its disconnection")
+    await until(lambda: not harness.shell.send("r1", Cancel(key=RequestKey("a", 1))), "its disconnection")
     harness.shell.publish_kv_events([block(1)], [])
     await harness.arrived(there)
     assert there.kv_events[-1].stored == [block(1)]
@@ -273,11 +274,11 @@ async def test_a_silent_unregistered_router_is_lost_after_the_lease(harness: Har
 async def test_the_role_can_still_answer_a_router_when_it_hears_of_the_loss(harness: Harness) -> None:
     """It ends the router's requests, and the router, should it live after all, must learn of that."""
     router = await harness.subscribed()
-    harness.answer_to_the_lost = Cancel(request_id="a", attempt=1, reason="your lease is over")
+    harness.answer_to_the_lost = Cancel(key=RequestKey("a", 1), reason="your lease is over")
     harness.clock.advance(LEASE_S + 1)
     harness.shell.drop_lost_routers()
     assert harness.lost == [("r0", 1)]
-    assert not harness.shell.send("r0", Cancel(request_id="b", attempt=1)), "then the route is forgotten"
+    assert not harness.shell.send("r0", Cancel(key=RequestKey("b", 1))), "then the route is forgotten"
     await until(lambda: harness.answer_to_the_lost in router.received, "the answer")
 
 

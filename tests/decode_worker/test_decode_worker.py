@@ -20,9 +20,11 @@ from cluster.messages import (
     TokenBatch,
     TokenOutput,
 )
+from cluster.sequence_spec import RequestKey, SequenceSpec
 from decode_worker.decode_worker import DecodeWorker
 from kv_transfer.transport import Peer
 from tests.engine.prefix_runner import greedy, oracle
+from tests.sequence_specs import with_spec
 from tests.simulation.under_way import Packet
 from tests.simulation.world import BLOCK_SIZE, LEASE_S, World
 
@@ -40,16 +42,15 @@ class Bench:
         assert isinstance(self.decode.role, DecodeWorker)
         return self.decode.role
 
-    def generate(self, request_id: str = "r", **fields: object) -> None:
+    def generate(self, request_id: str = "r", attempt: int = 1, **fields: object) -> None:
         values = {
-            "request_id": request_id,
-            "attempt": 1,
+            "key": RequestKey(request_id, attempt),
             "prompt_token_ids": PROMPT,
             "sampling": greedy(4, ignore_eos=True),
             "prefill_worker": "prefill-0",
             **fields,
         }
-        self.arrive(ROUTER, Generate(**values))  # type: ignore[arg-type]
+        self.arrive(ROUTER, Generate(**with_spec(values)))
 
     def arrive(self, sender: Peer, message: Message, *, is_notification: bool = False) -> None:
         self.decode.receive(Packet(sender, "decode-0", message, is_notification))
@@ -74,11 +75,10 @@ class Bench:
     def tokens(self) -> list[int]:
         return [token for output in self.outputs() for token in output.token_ids]
 
-    def seal(self, request_id: str = "r", **fields: object) -> None:
+    def seal(self, request_id: str = "r", attempt: int = 1, **fields: object) -> None:
         """Write the prompt as the prefill worker would, and seal it."""
         values = {
-            "request_id": request_id,
-            "attempt": 1,
+            "key": RequestKey(request_id, attempt),
             "incarnation": self.prefill.peer.incarnation,
             "token_id": oracle(PROMPT, greedy())[0],
             "logprobs": None,
@@ -102,7 +102,7 @@ class Bench:
 
     def progress(self, request_id: str = "r", **fields: int) -> None:
         landing = HandoffLanding(
-            request_id=request_id, **{"attempt": 1, "num_landed_blocks": 0, "num_bytes": 0, **fields}
+            key=RequestKey(request_id, 1), **{"num_landed_blocks": 0, "num_bytes": 0, **fields}
         )
         self.arrive(self.prefill.peer, HandoffProgress(handoffs=[landing]))
 
@@ -162,7 +162,7 @@ def test_when_a_prefill_worker_fails_the_router_is_asked_to_plan_anew(bench: Ben
     bench.generate()
     if how == "refused":
         error = RequestError(code="draining", message="drains", retryable=True)
-        bench.arrive(bench.prefill.peer, HandoffFenced(request_id="r", attempt=1, error=error))
+        bench.arrive(bench.prefill.peer, HandoffFenced(key=RequestKey("r", 1), error=error))
     elif how == "gone":
         bench.world.crash("prefill-0")
         bench.world.update_members()
@@ -184,7 +184,7 @@ def test_when_a_prefill_worker_fails_the_router_is_asked_to_plan_anew(bench: Ben
     assert bench.decode.engine.load().kv_blocks_quarantined == (3 if may_still_write else 0)
     assert len(bench.sent(Cancel)) == may_still_write
     if may_still_write:
-        bench.arrive(bench.prefill.peer, HandoffFenced(request_id="r", attempt=1))
+        bench.arrive(bench.prefill.peer, HandoffFenced(key=RequestKey("r", 1)))
     assert bench.free_blocks
     assert bench.role.num_active == 0
 
@@ -203,7 +203,7 @@ def test_what_has_landed_is_kept_for_the_next_attempt(bench: Bench) -> None:
     bench.fill_last_block(again)
     bench.seal(attempt=2)
     assert bench.tokens() == oracle(PROMPT, greedy(4, ignore_eos=True))
-    bench.arrive(bench.prefill.peer, HandoffFenced(request_id="r", attempt=1))
+    bench.arrive(bench.prefill.peer, HandoffFenced(key=RequestKey("r", 1)))
     assert bench.free_blocks
 
 
@@ -220,7 +220,7 @@ def test_a_writer_that_is_heard_of_keeps_its_lease(bench: Bench) -> None:
 
 def test_a_handoff_that_only_the_prefill_worker_knows_is_cancelled(bench: Bench) -> None:
     bench.progress(request_id="forgotten", num_landed_blocks=1)
-    assert bench.sent(Cancel) == [Cancel(request_id="forgotten", attempt=1, reason="unknown here")]
+    assert bench.sent(Cancel) == [Cancel(key=RequestKey("forgotten", 1), reason="unknown here")]
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -249,7 +249,7 @@ def test_blocks_that_are_not_what_was_sent_are_computed_again(bench: Bench, is_r
 @pytest.mark.parametrize("how", ["fenced", "sealed", "gone"])
 def test_cancelled_blocks_stay_in_quarantine_until_the_writer_has_stopped(bench: Bench, how: str) -> None:
     bench.generate()
-    bench.arrive(ROUTER, Cancel(request_id="r", attempt=1))
+    bench.arrive(ROUTER, Cancel(key=RequestKey("r", 1)))
     assert len(bench.sent(Cancel)) == 1
     assert bench.decode.engine.load().kv_blocks_quarantined == 3
     bench.world.clock.advance(3600)  # no timer frees them
@@ -257,7 +257,7 @@ def test_cancelled_blocks_stay_in_quarantine_until_the_writer_has_stopped(bench:
     bench.run()
     assert bench.decode.engine.load().kv_blocks_quarantined == 3
     if how == "fenced":
-        bench.arrive(bench.prefill.peer, HandoffFenced(request_id="r", attempt=1))
+        bench.arrive(bench.prefill.peer, HandoffFenced(key=RequestKey("r", 1)))
     elif how == "sealed":
         bench.seal()
     else:
@@ -271,13 +271,13 @@ def test_cancelled_blocks_stay_in_quarantine_until_the_writer_has_stopped(bench:
 
 def test_a_cancel_is_repeated_until_it_is_answered(bench: Bench) -> None:
     bench.generate()
-    bench.arrive(ROUTER, Cancel(request_id="r", attempt=1))
+    bench.arrive(ROUTER, Cancel(key=RequestKey("r", 1)))
     for _ in range(3):
         bench.world.clock.advance(1)
         bench.role.on_tick()
         bench.role.on_tick()
     assert len(bench.sent(Cancel)) == 4
-    bench.arrive(bench.prefill.peer, HandoffFenced(request_id="r", attempt=1))
+    bench.arrive(bench.prefill.peer, HandoffFenced(key=RequestKey("r", 1)))
     bench.world.clock.advance(2)
     bench.role.on_tick()
     assert len(bench.sent(Cancel)) == 4
@@ -316,7 +316,7 @@ def test_a_request_that_comes_twice_or_after_its_cancel_runs_once_or_never(bench
     bench.generate(prefill_worker=None)
     bench.generate(prefill_worker=None)
     assert bench.tokens() == oracle(PROMPT, greedy(4, ignore_eos=True))
-    bench.arrive(ROUTER, Cancel(request_id="late", attempt=1))
+    bench.arrive(ROUTER, Cancel(key=RequestKey("late", 1)))
     bench.generate("late", prefill_worker=None)
     assert bench.role.num_active == 0
     assert len(bench.tokens()) == 4
@@ -325,7 +325,7 @@ def test_a_request_that_comes_twice_or_after_its_cancel_runs_once_or_never(bench
 def test_a_newer_attempt_replaces_the_older(bench: Bench) -> None:
     bench.generate()
     bench.generate(attempt=2, prefill_worker=None)
-    assert {output.attempt for output in bench.outputs()} == {2}
+    assert {output.key.attempt for output in bench.outputs()} == {2}
     assert bench.tokens() == oracle(PROMPT, greedy(4, ignore_eos=True))
     assert bench.decode.engine.load().kv_blocks_quarantined == 3
 
@@ -337,7 +337,7 @@ def test_tokens_of_an_earlier_attempt_are_continued(bench: Bench, prefill_worker
     if prefill_worker is not None:
         (prefill,) = bench.sent(Prefill)
         assert isinstance(prefill, Prefill)
-        assert (prefill.prompt_token_ids, prefill.output_token_ids) == (PROMPT, whole[:2])
+        assert (prefill.spec.prompt_token_ids, prefill.spec.output_token_ids) == (PROMPT, whole[:2])
         bench.decode.runner.write(prefill.block_ids, 0, PROMPT + whole[:2])
         bench.seal(attempt=2, token_id=whole[2])
     assert bench.tokens() == whole[2:]
@@ -347,12 +347,16 @@ def test_a_lost_router_frees_its_requests_only(bench: Bench) -> None:
     bench.generate("mine")
     other = Peer("router-1", 4)
     bench.arrive(
-        other, Generate(request_id="other", attempt=1, prompt_token_ids=[1, 2, 3, 4, 5], sampling=greedy(4))
+        other,
+        Generate(
+            key=RequestKey("other", 1),
+            spec=SequenceSpec(prompt_token_ids=[1, 2, 3, 4, 5], sampling=greedy(4)),
+        ),
     )
     bench.role.on_router_lost("router-0", 1)
     bench.run()
     assert bench.decode.engine.load().kv_blocks_quarantined == 3
-    assert [output.request_id for output in bench.outputs() if output.finish_reason] == ["other"]
+    assert [output.key.request_id for output in bench.outputs() if output.finish_reason] == ["other"]
 
 
 def test_a_draining_worker_refuses_with_a_retryable_error(bench: Bench) -> None:
@@ -370,10 +374,10 @@ def test_a_worker_that_ends_leaves_its_requests_to_others(bench: Bench) -> None:
     bench.role.drain()
     bench.role.abandon("draining")
     bench.run()
-    errors = {output.request_id: output.error for output in bench.outputs() if output.error is not None}
+    errors = {output.key.request_id: output.error for output in bench.outputs() if output.error is not None}
     assert sorted(errors) == ["local", "remote"]
     assert all(error.code == "draining" and error.retryable for error in errors.values())
     assert bench.decode.engine.load().kv_blocks_quarantined == 1, "the prefill worker may still write"
-    bench.arrive(bench.prefill.peer, HandoffFenced(request_id="remote", attempt=1))
+    bench.arrive(bench.prefill.peer, HandoffFenced(key=RequestKey("remote", 1)))
     assert bench.free_blocks
     assert bench.role.num_active == 0

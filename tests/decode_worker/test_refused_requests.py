@@ -6,6 +6,7 @@ import pytest
 
 from cluster.malformed import MalformedMessage
 from cluster.messages import HandoffFenced, RequestError
+from cluster.sequence_spec import RequestKey
 from tests.decode_worker.test_decode_worker import Bench
 from tests.engine.prefix_runner import VOCAB_SIZE, greedy
 
@@ -51,8 +52,7 @@ def test_a_request_that_cannot_be_read_is_answered_and_never_retried(bench: Benc
             sender="router-0",
             incarnation=1,
             kind=kind,
-            request_id="r",
-            attempt=2,
+            key=RequestKey("r", 2),
             reason="Expected `int`, got `str` - at `$.sampling.top_k`",
         )
 
@@ -61,7 +61,7 @@ def test_a_request_that_cannot_be_read_is_answered_and_never_retried(bench: Benc
     bench.role.on_malformed("router-0", 1, malformed("generate"))
     bench.role.on_malformed("router-0", 1, malformed("generate"))  # a message may come twice
     (output,) = bench.outputs()
-    assert (output.request_id, output.attempt, output.finish_reason) == ("r", 2, "error")
+    assert (output.key, output.finish_reason) == (RequestKey("r", 2), "error")
     assert output.error is not None
     assert output.error.code == "undecodable_message"
     assert "$.sampling.top_k" in output.error.message
@@ -76,7 +76,7 @@ def test_what_a_prefill_worker_refuses_as_invalid_is_not_retried(
 ) -> None:
     bench.generate()
     error = RequestError(code="invalid_request", message="min_p is 7", retryable=retryable)
-    bench.arrive(bench.prefill.peer, HandoffFenced(request_id="r", attempt=1, error=error))
+    bench.arrive(bench.prefill.peer, HandoffFenced(key=RequestKey("r", 1), error=error))
     (output,) = bench.outputs()
     assert output.error == RequestError(
         code=code, message="min_p is 7", retryable=retryable, worker="prefill-0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.messages import Generate, RequestTimings, Sealed
+from cluster.sequence_spec import RequestKey, SequenceSpec
 from decode_worker.request_table import DecodeRequest
 from decode_worker.request_timings import request_timings
 from kv_transfer.transport import Peer
@@ -12,7 +13,9 @@ from tests.engine.prefix_runner import greedy
 
 
 def request(**fields: object) -> DecodeRequest:
-    generate = Generate(request_id="r", attempt=0, prompt_token_ids=[1] * 100, sampling=greedy())
+    generate = Generate(
+        key=RequestKey("r", 0), spec=SequenceSpec(prompt_token_ids=[1] * 100, sampling=greedy())
+    )
     return DecodeRequest(
         request=generate,
         router="router-0",
@@ -27,7 +30,7 @@ def sealed(num_computed: int) -> Sealed:
     timings = RequestTimings(
         prefill_ms=400.0, transfer_ms=5.0, num_computed_tokens=num_computed, prefill_worker="prefill-0"
     )
-    return Sealed(request_id="r", attempt=0, incarnation=1, token_id=3, logprobs=None, timings=timings)
+    return Sealed(key=RequestKey("r", 0), incarnation=1, token_id=3, logprobs=None, timings=timings)
 
 
 def test_a_handed_over_prompt() -> None:

@@ -17,8 +17,10 @@ from cluster.kv_layout import KvLayout
 from cluster.sampling_params import SamplingParams
 from engine.batch import Batch
 from engine.engine import Engine
+from engine.new_request import NewRequest
 from engine.scheduler.config import SchedulerConfig
-from engine.step_result import NewRequest, SequenceOutput, StepResult
+from engine.step_result import SequenceOutput, StepResult
+from tests.sequence_specs import with_spec
 
 VOCAB_SIZE = 23
 EOS = 22
@@ -105,12 +107,8 @@ def new_request(
     request_id: str, prompt: Sequence[int], sampling: SamplingParams | None = None, **options: object
 ) -> NewRequest:
     """A request; greedy with 8 tokens unless told otherwise."""
-    return NewRequest(
-        request_id=request_id,
-        prompt_token_ids=list(prompt),
-        sampling=sampling or greedy(),
-        **options,  # type: ignore[arg-type]
-    )
+    fields = {"prompt_token_ids": list(prompt), "sampling": sampling or greedy(), **options}
+    return NewRequest(request_id=request_id, **with_spec(fields))
 
 
 class Collector:

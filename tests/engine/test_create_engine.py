@@ -11,12 +11,14 @@ import torch
 
 from cluster.block_hash import hash_blocks, root_hash
 from cluster.sampling_params import SamplingParams
+from cluster.sequence_spec import SequenceSpec
 from engine.create_engine import CreatedEngine, create_engine
 from engine.engine import Engine
 from engine.models.config import ModelConfigError
+from engine.new_request import NewRequest
 from engine.ops.number_formats import FLOAT32, WeightRangeError, has_float16_linear, number_formats
 from engine.scheduler.config import SchedulerConfig
-from engine.step_result import NewRequest, SequenceOutput
+from engine.step_result import SequenceOutput
 from model_files.gguf import GgufFile
 from model_files.model_source import (
     BUNDLED_MODEL,
@@ -56,7 +58,10 @@ def run(
 ) -> list[SequenceOutput]:
     """All outputs of one greedy request."""
     sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=ignore_eos)
-    engine.add_request(NewRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling), now=0.0)
+    engine.add_request(
+        NewRequest(request_id=request_id, spec=SequenceSpec(prompt_token_ids=prompt, sampling=sampling)),
+        now=0.0,
+    )
     outputs: list[SequenceOutput] = []
     while not outputs or outputs[-1].finish_reason is None:
         assert engine.has_work()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.sequence_spec import RequestKey
 from kv_transfer.handoff import (
     FENCEABLE_STATES,
     WRITABLE_STATES,
@@ -32,8 +33,7 @@ LEGAL = {
 
 def handoff(state: HandoffState) -> Handoff:
     return Handoff(
-        request_id="r",
-        attempt=1,
+        key=RequestKey("r", 1),
         prefill=Peer("p", 1),
         decode=Peer("d", 1),
         block_ids=(1, 2),

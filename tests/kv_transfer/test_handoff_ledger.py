@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cluster.sequence_spec import RequestKey
 from kv_transfer.handoff import Handoff, HandoffEvent, HandoffOutcome, HandoffStateError, legal_events
 from kv_transfer.handoff_ledger import HandoffLedger
 from kv_transfer.transport import Peer
@@ -18,9 +19,7 @@ OWN = Peer("d0", 1)
 def open_handoff(
     ledger: HandoffLedger, name: str, blocks: tuple[int, ...], writer: Peer = WRITERS[0]
 ) -> None:
-    ledger.open(
-        request_id=name, attempt=1, prefill=writer, decode=OWN, block_ids=blocks, now=0.0, deadline=5.0
-    )
+    ledger.open(key=RequestKey(name, 1), prefill=writer, decode=OWN, block_ids=blocks, now=0.0, deadline=5.0)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -47,13 +46,13 @@ class LedgerMachine(RuleBasedStateMachine):
         event = data.draw(st.sampled_from(sorted(HandoffEvent, key=lambda event: event.value)))
         if event in legal_events(one.state):
             num_landed = data.draw(st.integers(0, len(one.block_ids)))
-            after = self.ledger.transition(one.request_id, 1, event, 1.0, num_landed_blocks=num_landed)
+            after = self.ledger.transition(one.key, event, 1.0, num_landed_blocks=num_landed)
             if after.outcome is not None:
-                self.ledger.close(one.request_id, 1)
+                self.ledger.close(one.key)
         else:
             with pytest.raises(HandoffStateError):
-                self.ledger.transition(one.request_id, 1, event, 1.0)
-            assert self.ledger.get(one.request_id, 1) == one
+                self.ledger.transition(one.key, event, 1.0)
+            assert self.ledger.get(one.key) == one
 
     @invariant()
     def consistent(self) -> None:
@@ -110,9 +109,9 @@ def test_handoffs_of_a_peer_are_found_by_incarnation_on_either_side() -> None:
     ledger = HandoffLedger()
     open_handoff(ledger, "r", (1,), WRITERS[0])
     open_handoff(ledger, "s", (2,), WRITERS[1])
-    assert [one.request_id for one in ledger.with_peer(WRITERS[0])] == ["r"]
-    assert [one.request_id for one in ledger.with_peer(WRITERS[1])] == ["s"]
-    assert [one.request_id for one in ledger.with_peer(OWN)] == ["r", "s"]
+    assert [one.key.request_id for one in ledger.with_peer(WRITERS[0])] == ["r"]
+    assert [one.key.request_id for one in ledger.with_peer(WRITERS[1])] == ["s"]
+    assert [one.key.request_id for one in ledger.with_peer(OWN)] == ["r", "s"]
     assert ledger.with_peer(Peer("p0", 3)) == ()
 
 
@@ -131,7 +130,7 @@ def test_past_deadline_is_oldest_first() -> None:
     ledger = HandoffLedger()
     for name in ("b", "a"):
         open_handoff(ledger, name, ())
-    assert [one.request_id for one in ledger.past_deadline(5.0)] == ["a", "b"]
+    assert [one.key.request_id for one in ledger.past_deadline(5.0)] == ["a", "b"]
     assert ledger.past_deadline(4.9) == ()
 
 
@@ -156,8 +155,7 @@ def test_a_lease_that_is_not_renewed_expires_while_the_writer_should_be_writing(
     ledger = HandoffLedger()
     for name in ("silent", "heard of", "not told yet"):
         ledger.open(
-            request_id=name,
-            attempt=1,
+            key=RequestKey(name, 1),
             prefill=WRITERS[0],
             decode=OWN,
             block_ids=(),
@@ -168,6 +166,6 @@ def test_a_lease_that_is_not_renewed_expires_while_the_writer_should_be_writing(
         ledger.transition(name, 1, HandoffEvent.STREAM, 0.0)
     ledger.renew_lease("heard of", 1, 3.0)
     assert ledger.lease_expired(1.9) == ()
-    assert [one.request_id for one in ledger.lease_expired(2.0)] == ["silent"]
+    assert [one.key.request_id for one in ledger.lease_expired(2.0)] == ["silent"]
     with pytest.raises(HandoffStateError, match="no live handoff"):
         ledger.renew_lease("unknown", 1, 3.0)

@@ -64,8 +64,8 @@ def test_off_is_none_and_all_is_all(num_blocks: int) -> None:
 def test_a_sample_is_the_same_for_everybody_and_has_the_last_block(
     request_id: str, attempt: int, num_blocks: int
 ) -> None:
-    sample = verifier("sampled").choose(request_id, attempt, num_blocks)
-    assert sample == verifier("sampled").choose(request_id, attempt, num_blocks)
+    sample = verifier("sampled").choose(RequestKey(request_id, attempt), num_blocks)
+    assert sample == verifier("sampled").choose(RequestKey(request_id, attempt), num_blocks)
     assert sample[-1] == num_blocks - 1
     assert sample == sorted(set(sample))
     assert sample[0] >= 0
@@ -76,8 +76,8 @@ def test_whether_a_block_is_checked_does_not_depend_on_how_many_follow(
     request_id: str, num_blocks: int, fewer: int
 ) -> None:
     fewer = min(fewer, num_blocks - 1)
-    long = verifier("sampled").choose(request_id, 0, num_blocks)
-    short = verifier("sampled").choose(request_id, 0, fewer)
+    long = verifier("sampled").choose(RequestKey(request_id, 0), num_blocks)
+    short = verifier("sampled").choose(RequestKey(request_id, 0), fewer)
     assert short == sorted({index for index in long if index < fewer} | {fewer - 1})
 
 
@@ -92,7 +92,9 @@ def test_a_sample_is_one_block_in_sixteen() -> None:
 
 def test_another_attempt_is_another_sample() -> None:
     one = verifier("sampled")
-    samples = {tuple(one.choose(request_id, attempt, 500)) for request_id in "ab" for attempt in range(5)}
+    samples = {
+        tuple(one.choose(RequestKey(request_id, attempt), 500)) for request_id in "ab" for attempt in range(5)
+    }
     assert len(samples) == 10
 
 

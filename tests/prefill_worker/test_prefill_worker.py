@@ -7,9 +7,11 @@ import xxhash
 
 from cluster.malformed import MalformedMessage
 from cluster.messages import Cancel, Generate, HandoffFenced, HandoffProgress, Message, Prefill, Sealed
+from cluster.sequence_spec import RequestKey, SequenceSpec
 from kv_transfer.transport import Peer
 from prefill_worker.prefill_worker import PrefillWorker
 from tests.engine.prefix_runner import greedy, oracle
+from tests.sequence_specs import with_spec
 from tests.simulation.under_way import Packet
 from tests.simulation.world import HEARTBEAT_S, Worker, World
 
@@ -28,10 +30,9 @@ class Bench:
         assert isinstance(self.prefill.role, PrefillWorker)
         return self.prefill.role
 
-    def prefill_message(self, request_id: str = "r", **fields: object) -> Prefill:
+    def prefill_message(self, request_id: str = "r", attempt: int = 1, **fields: object) -> Prefill:
         values = {
-            "request_id": request_id,
-            "attempt": 1,
+            "key": RequestKey(request_id, attempt),
             "prompt_token_ids": PROMPT,
             "sampling": greedy(),
             "prefill_incarnation": self.prefill.peer.incarnation,
@@ -39,7 +40,7 @@ class Bench:
             "block_ids": [5, 6, 7],
             **fields,
         }
-        return Prefill(**values)  # type: ignore[arg-type]
+        return Prefill(**with_spec(values))
 
     def arrive(self, message: Message) -> None:
         self.prefill.receive(Packet(self.decode.peer, "prefill-0", message))
@@ -63,7 +64,7 @@ class Bench:
     def landings(self) -> list[tuple[str, int, int]]:
         """(request, blocks landed, bytes) of each progress message, in order."""
         return [
-            (landing.request_id, landing.num_landed_blocks, landing.num_bytes)
+            (landing.key.request_id, landing.num_landed_blocks, landing.num_bytes)
             for packet in self.world.packets
             if isinstance(packet.message, HandoffProgress)
             for landing in packet.message.handoffs
@@ -122,23 +123,23 @@ def test_a_message_that_comes_twice_is_one_request(bench: Bench) -> None:
 def test_a_cancel_is_confirmed_only_after_the_write_under_way_has_ended(bench: Bench) -> None:
     bench.arrive(bench.prefill_message())
     bench.run(1)
-    bench.arrive(Cancel(request_id="r", attempt=1))
+    bench.arrive(Cancel(key=RequestKey("r", 1)))
     bench.run()
     assert bench.answers() == []
     pinned = bench.prefill.engine.load().kv_blocks_held
     assert pinned >= 2, "blocks that are being read were freed"
     bench.land_all()
-    assert bench.answers() == [HandoffFenced(request_id="r", attempt=1)]
+    assert bench.answers() == [HandoffFenced(key=RequestKey("r", 1))]
     bench.run()
     assert free_everywhere(bench.prefill)
 
 
 def test_a_request_that_arrives_after_its_cancel_does_not_start(bench: Bench) -> None:
-    bench.arrive(Cancel(request_id="r", attempt=1))
+    bench.arrive(Cancel(key=RequestKey("r", 1)))
     bench.arrive(bench.prefill_message())
     bench.run()
     assert bench.world.writes == []
-    assert bench.answers() == [HandoffFenced(request_id="r", attempt=1)] * 2
+    assert bench.answers() == [HandoffFenced(key=RequestKey("r", 1))] * 2
     assert bench.role.num_active == 0
 
 
@@ -195,7 +196,7 @@ def test_a_draining_worker_refuses_new_prompts_and_finishes_old_ones(bench: Benc
     assert refused.error is not None
     assert refused.error.code == "draining"
     assert isinstance(sealed, Sealed)
-    assert sealed.request_id == "old"
+    assert sealed.key.request_id == "old"
 
 
 def test_a_decode_worker_that_is_not_connected_yet_is_waited_for_and_then_refused(bench: Bench) -> None:
@@ -228,7 +229,9 @@ def test_a_worker_that_stood_still_writes_no_more(bench: Bench) -> None:
 
 
 def test_messages_for_other_roles_are_dropped(bench: Bench) -> None:
-    bench.arrive(Generate(request_id="r", attempt=1, prompt_token_ids=PROMPT, sampling=greedy()))
+    bench.arrive(
+        Generate(key=RequestKey("r", 1), spec=SequenceSpec(prompt_token_ids=PROMPT, sampling=greedy()))
+    )
     assert bench.role.num_active == 0
 
 
@@ -258,7 +261,7 @@ def test_landed_blocks_are_told_in_order_of_the_prompt(bench: Bench) -> None:
 def test_heartbeats_name_what_is_in_hand(bench: Bench) -> None:
     bench.arrive(bench.prefill_message("a"))
     bench.arrive(bench.prefill_message("b", block_ids=[8, 9, 10]))
-    bench.arrive(Cancel(request_id="b", attempt=1))
+    bench.arrive(Cancel(key=RequestKey("b", 1)))
     bench.world.clock.advance(HEARTBEAT_S)
     bench.role.on_tick()
     bench.role.on_tick()
@@ -362,8 +365,7 @@ def test_a_prompt_that_cannot_be_read_is_answered_and_never_written(bench: Bench
         sender="decode-0",
         incarnation=bench.decode.peer.incarnation,
         kind="prefill",
-        request_id="r",
-        attempt=1,
+        key=RequestKey("r", 1),
         reason="Expected `int`, got `str` - at `$.first_block`",
     )
     bench.role.on_malformed("decode-0", bench.decode.peer.incarnation, malformed)
@@ -375,7 +377,7 @@ def test_a_prompt_that_cannot_be_read_is_answered_and_never_written(bench: Bench
     bench.arrive(bench.prefill_message())  # the decode worker repeats what it heard no answer to
     bench.run()
     assert bench.world.writes == []
-    assert bench.answers()[1:] == [HandoffFenced(request_id="r", attempt=1)]
+    assert bench.answers()[1:] == [HandoffFenced(key=RequestKey("r", 1))]
 
 
 def test_a_message_that_arrives_damaged_does_not_disturb_the_prompt_in_hand(bench: Bench) -> None:
@@ -385,8 +387,7 @@ def test_a_message_that_arrives_damaged_does_not_disturb_the_prompt_in_hand(benc
         sender="decode-0",
         incarnation=bench.decode.peer.incarnation,
         kind="prefill",
-        request_id="r",
-        attempt=1,
+        key=RequestKey("r", 1),
         reason="truncated",
     )
     bench.role.on_malformed("decode-0", bench.decode.peer.incarnation, malformed)

@@ -20,6 +20,7 @@ from cluster.messages import (
     TokenOutput,
 )
 from cluster.sampling_params import SamplingParams
+from cluster.sequence_spec import RequestKey, SequenceSpec
 from router.cluster_view import ClusterView
 from router.dispatch import Dispatcher
 from router.in_flight import Generation, SequenceRequest
@@ -148,9 +149,10 @@ class Bench:
         requests = [
             SequenceRequest(
                 request_id=request_id,
+                spec=SequenceSpec(
+                    prompt_token_ids=list(prompt), sampling=SamplingParams(max_tokens=10, seed=9)
+                ),
                 model=model_identity().name,
-                prompt_token_ids=list(prompt),
-                sampling=SamplingParams(max_tokens=10, seed=9),
             )
             for request_id in request_ids or ("r",)
         ]
@@ -159,7 +161,7 @@ class Bench:
     def tokens(
         self, worker: str, *token_ids: int, attempt: int = 0, request_id: str = "r", **fields: Any
     ) -> None:
-        output = TokenOutput(request_id=request_id, attempt=attempt, token_ids=list(token_ids), **fields)
+        output = TokenOutput(key=RequestKey(request_id, attempt), token_ids=list(token_ids), **fields)
         self.say(worker, TokenBatch(outputs=[output]))
 
     def fails(
@@ -176,7 +178,7 @@ class Bench:
 
     def generates(self) -> list[tuple[str, int, str | None]]:
         """Worker, attempt and prefill worker of each dispatch."""
-        return [(worker, one.attempt, one.prefill_worker) for worker, one in self.sent(Generate)]
+        return [(worker, one.key.attempt, one.prefill_worker) for worker, one in self.sent(Generate)]
 
     def prefill_tokens(self, worker: str) -> int:
         """What the policy sees of a worker's outstanding prefills."""

@@ -73,12 +73,12 @@ class ScriptedWorker:
                 self._rpc.send(router, KvEvents(sequence=0, stored=self.cached_blocks, snapshot=True))
         elif isinstance(message, Generate):
             self.generates.append(message)
-            key = (message.request_id, message.attempt)
+            key = message.key
             self._answers[key] = asyncio.create_task(self._answer(router, message))
             self._answers[key].add_done_callback(lambda task: self._answers.pop(key))
         elif isinstance(message, Cancel):
             self.cancels.append(message)
-            task = self._answers.get((message.request_id, message.attempt))
+            task = self._answers.get(message.key)
             if task is not None:
                 task.cancel()
         else:
@@ -86,7 +86,7 @@ class ScriptedWorker:
 
     async def _answer(self, router: str, message: Generate) -> None:
         async for fields in self.script(message):
-            output = TokenOutput(request_id=message.request_id, attempt=message.attempt, **fields)
+            output = TokenOutput(key=message.key, **fields)
             self._rpc.send(router, TokenBatch(outputs=[output]))
 
 
@@ -106,7 +106,7 @@ def answer(
     """One token per message and the finish reason with the last one."""
 
     async def script(message: Generate) -> AsyncIterator[dict[str, Any]]:
-        prompt = message.prompt_token_ids
+        prompt = message.spec.prompt_token_ids
         for index, token_id in enumerate(token_ids):
             fields: dict[str, Any] = {"token_ids": [token_id]}
             if index == 0:
@@ -130,7 +130,7 @@ def endless(token_id: int, *, first: int = 10**9) -> Script:
 
     async def script(message: Generate) -> AsyncIterator[dict[str, Any]]:
         for index in range(first):
-            more = {"timings": timings(message.prompt_token_ids)} if index == 0 else {}
+            more = {"timings": timings(message.spec.prompt_token_ids)} if index == 0 else {}
             yield {"token_ids": [token_id], **more}
             await asyncio.sleep(0.001)
         await asyncio.Event().wait()

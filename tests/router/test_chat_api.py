@@ -29,13 +29,13 @@ async def test_whole_answer(start_router: StartRouter, make_worker: MakeWorker, 
     assert choice.message.role == "assistant"
     assert choice.finish_reason == "stop"
     (sent,) = worker.generates
-    prompt = tokenizer.decode(sent.prompt_token_ids, skip_special_tokens=False)
+    prompt = tokenizer.decode(sent.spec.prompt_token_ids, skip_special_tokens=False)
     assert prompt.endswith(
         "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert sent.sampling.is_greedy
+    assert sent.spec.sampling.is_greedy
     usage = completion.usage
-    assert usage.prompt_tokens == len(sent.prompt_token_ids)
+    assert usage.prompt_tokens == len(sent.spec.prompt_token_ids)
     assert usage.completion_tokens == len(tokenizer.encode("It is Paris.")) + 1
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert usage.prompt_tokens_details.cached_tokens == 16
@@ -52,7 +52,7 @@ async def test_default_limit_is_the_rest_of_the_context(
     router = await start_router(worker)
     await router.openai.chat.completions.create(model=MODEL, messages=QUESTION)
     (sent,) = worker.generates
-    assert sent.sampling.max_tokens == 256 - len(sent.prompt_token_ids)
+    assert sent.spec.sampling.max_tokens == 256 - len(sent.spec.prompt_token_ids)
 
 
 async def test_stream_chunks(
@@ -163,7 +163,7 @@ async def test_n_choices_have_their_own_seeds(
     start_router: StartRouter, make_worker: MakeWorker, tokenizer: Tokenizer
 ) -> None:
     async def by_seed(message: Any) -> Any:
-        async for fields in answer([*tokenizer.encode(f"seed {message.sampling.seed}"), EOS])(message):
+        async for fields in answer([*tokenizer.encode(f"seed {message.spec.sampling.seed}"), EOS])(message):
             yield fields
 
     worker = make_worker(script=by_seed)
@@ -172,8 +172,8 @@ async def test_n_choices_have_their_own_seeds(
     assert [choice.index for choice in completion.choices] == [0, 1, 2]
     texts = [choice.message.content for choice in completion.choices]
     assert texts == [f"seed {choice_seed(40, 0, choice)}" for choice in range(3)]
-    assert len({message.request_id for message in worker.generates}) == 3
-    assert completion.usage.prompt_tokens == len(worker.generates[0].prompt_token_ids)
+    assert len({message.key.request_id for message in worker.generates}) == 3
+    assert completion.usage.prompt_tokens == len(worker.generates[0].spec.prompt_token_ids)
 
     stream = await router.openai.chat.completions.create(
         model=MODEL, messages=QUESTION, n=2, seed=7, stream=True
@@ -196,7 +196,7 @@ async def test_a_seed_is_drawn_where_none_is_given(
     router = await start_router(worker)
     for _ in range(2):
         await router.openai.chat.completions.create(model=MODEL, messages=QUESTION)
-    seeds = {message.sampling.seed for message in worker.generates}
+    seeds = {message.spec.sampling.seed for message in worker.generates}
     assert len(seeds) == 2
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -215,7 +215,7 @@ async def test_logprobs(start_router: StartRouter, make_worker: MakeWorker, toke
     completion = await router.openai.chat.completions.create(
         model=MODEL, messages=QUESTION, logprobs=True, top_logprobs=2
     )
-    assert worker.generates[0].sampling.logprobs == 2
+    assert worker.generates[0].spec.sampling.logprobs == 2
     content = completion.choices[0].logprobs.content
     assert len(content) == len(tokens)
     assert content[0].token == " Paris"
@@ -244,7 +244,7 @@ async def test_messages_of_text_parts_and_a_developer(
         {"role": "user", "content": [{"type": "text", "text": "Hello,"}, {"type": "text", "text": "you"}]},
     ]
     await router.openai.chat.completions.create(model=MODEL, messages=messages)
-    prompt = tokenizer.decode(worker.generates[0].prompt_token_ids, skip_special_tokens=False)
+    prompt = tokenizer.decode(worker.generates[0].spec.prompt_token_ids, skip_special_tokens=False)
     assert "<|im_start|>system\nBe brief.<|im_end|>" in prompt
     assert "<|im_start|>user\nHello,\nyou<|im_end|>" in prompt
 

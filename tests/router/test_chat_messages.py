@@ -183,7 +183,7 @@ async def test_through_the_api(
     router = await start_router(worker)
     history: list[Any] = [QUESTION, {"role": "assistant", "content": None, "refusal": "No."}, QUESTION]
     await router.openai.chat.completions.create(model=MODEL, messages=history)
-    prompt = tokenizer.decode(worker.generates[0].prompt_token_ids, skip_special_tokens=False)
+    prompt = tokenizer.decode(worker.generates[0].spec.prompt_token_ids, skip_special_tokens=False)
     assert "<|im_start|>assistant\nNo.<|im_end|>" in prompt
     response = await router.post(
         "chat/completions", {"model": MODEL, "messages": [QUESTION, CALLING, RESULT]}

@@ -9,6 +9,7 @@ import pytest
 from cluster.block_hash import hash_blocks, root_hash
 from cluster.members import WorkerRecord
 from cluster.messages import Cancel, KvEvents, LoadUpdate, Subscribe, TokenBatch
+from cluster.sequence_spec import RequestKey
 from router.cluster_view import ClusterView, WorkerUnreachableError
 from router.prompt_hashes import PromptHashes
 from tests.router.factories import LAYOUT, Connections, load_report, model_identity, worker_record
@@ -313,6 +314,6 @@ def test_a_broken_worker_can_still_be_sent_to(harness: Harness) -> None:
     """What is queued goes out when the connection is back: so a cancel reaches it."""
     ready(harness, "d0")
     harness.connections["d0"].disconnect()
-    cancel = Cancel(request_id="r", attempt=0, reason="moved")
+    cancel = Cancel(key=RequestKey("r", 0), reason="moved")
     assert harness.view.send("d0", cancel) == 1
     assert harness.connections["d0"].take(Cancel) == [cancel]

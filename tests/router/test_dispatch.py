@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.messages import Cancel, Generate, RequestError, RequestTimings
+from cluster.sequence_spec import RequestKey
 from router import dispatch
 from router.policy.plan import NoWorkerError
 from tests.router.dispatch_bench import TIMEOUT_MS, Bench, received, token_ids
@@ -33,10 +34,10 @@ async def test_an_answer_that_has_begun_moves_with_its_tokens(bench: Bench) -> N
     bench.workers(d1=1)  # the first is gone
     ((_, _), (second, moved)) = bench.sent(Generate)
     assert second == "d1"
-    assert moved.attempt == generate.attempt + 1
-    assert moved.output_token_ids == [5, 6]
-    assert moved.sampling == generate.sampling
-    assert moved.deadline == generate.deadline == bench.clock.unix() + TIMEOUT_MS / 1000
+    assert moved.attempt == generate.key.attempt + 1
+    assert moved.spec.output_token_ids == [5, 6]
+    assert moved.spec.sampling == generate.spec.sampling
+    assert moved.spec.deadline == generate.spec.deadline == bench.clock.unix() + TIMEOUT_MS / 1000
     bench.tokens("d1", 7, attempt=1, timings=RequestTimings(prefill_ms=2.0))
     bench.tokens("d1", 8, attempt=1, finish_reason="length")
     outputs = await received(generation)
@@ -54,9 +55,9 @@ async def test_a_broken_connection_is_enough_to_move(bench: Bench) -> None:
     bench.log.clear()
     bench.disconnect("d0")
     ((first, cancel), (second, moved)) = bench.log
-    assert (first, cancel) == ("d0", Cancel(request_id="r", attempt=0, reason="moved"))
+    assert (first, cancel) == ("d0", Cancel(key=RequestKey("r", 0), reason="moved"))
     assert isinstance(moved, Generate)
-    assert (second, moved.attempt, moved.output_token_ids) == ("d1", 1, [5])
+    assert (second, moved.attempt, moved.spec.output_token_ids) == ("d1", 1, [5])
     bench.tokens("d1", 6, attempt=1, finish_reason="stop")
     assert token_ids(await received(generation)) == [5, 6]
 
@@ -75,13 +76,13 @@ async def test_a_worker_that_leaves_after_its_connection_broke_loses_nothing_mor
 async def test_all_sequences_of_a_lost_worker_move_and_no_others(bench: Bench) -> None:
     bench.workers(d0=1, d1=1)
     bench.start("a", "b", "c", "d")
-    placed = {one.request_id: worker for worker, one in bench.sent(Generate)}
+    placed = {one.key.request_id: worker for worker, one in bench.sent(Generate)}
     assert sorted(placed.values()) == ["d0", "d0", "d1", "d1"]
     bench.log.clear()
     bench.disconnect("d0")
     moved = sorted(name for name, worker in placed.items() if worker == "d0")
-    assert sorted(one.request_id for _, one in bench.sent(Cancel)) == moved
-    assert sorted(one.request_id for _, one in bench.sent(Generate)) == moved
+    assert sorted(one.key.request_id for _, one in bench.sent(Cancel)) == moved
+    assert sorted(one.key.request_id for _, one in bench.sent(Generate)) == moved
     assert {worker for worker, _ in bench.sent(Generate)} == {"d1"}
 
 
@@ -134,7 +135,7 @@ async def test_it_waits_for_the_lost_worker_to_come_back(bench: Bench) -> None:
     assert len(bench.sent(Generate)) == 1
     bench.workers(d0=2)
     bench.timers.advance(1.0)
-    assert [message.output_token_ids for _, message in bench.sent(Generate)] == [[], [5]]
+    assert [message.spec.output_token_ids for _, message in bench.sent(Generate)] == [[], [5]]
     bench.tokens("d0", 6, attempt=1, finish_reason="stop")
     assert token_ids(await received(generation)) == [5, 6]
 
@@ -245,7 +246,7 @@ async def test_at_shutdown_running_and_waiting_requests_end(bench: Bench) -> Non
         assert output.error is not None
         assert output.error.code == "shutting_down"
     bench.timers.advance(60.0)
-    assert [one.request_id for _, one in bench.sent(Generate)] == ["a", "b"]
+    assert [one.key.request_id for _, one in bench.sent(Generate)] == ["a", "b"]
 
 
 # --- what a worker is told ---------------------------------------------------------------------------------

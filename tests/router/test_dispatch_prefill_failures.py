@@ -118,7 +118,11 @@ async def test_a_migrated_answer_is_prefilled_with_its_tokens(bench: Bench) -> N
     bench.tokens("d0", *range(100, 104))
     bench.disconnect("d0")
     (worker, generate) = bench.sent(Generate)[-1]
-    assert (worker, generate.prefill_worker, generate.output_token_ids) == ("d1", "p0", [100, 101, 102, 103])
+    assert (worker, generate.prefill_worker, generate.spec.output_token_ids) == (
+        "d1",
+        "p0",
+        [100, 101, 102, 103],
+    )
     assert bench.prefill_tokens("p0") == 44
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from cluster.sampling_params import SamplingParams
+from cluster.sequence_spec import SequenceSpec
 from router.api.request.schemas import ChatCompletionRequest, CompletionRequest, StreamOptions
 from router.in_flight import SequenceRequest
 from tests.router.conftest import MODEL, RunningRouter, StartRouter
@@ -52,7 +53,7 @@ def assert_blameless(router: RunningRouter) -> None:
     """No attempt failed, and every message could be read."""
     router.assert_idle()
     (worker,) = router.workers
-    assert all(message.attempt == 0 for message in worker.generates)
+    assert all(message.key.attempt == 0 for message in worker.generates)
     assert worker.num_malformed == 0
 
 
@@ -160,9 +161,10 @@ async def test_a_request_that_no_message_can_carry_ends_and_blames_nobody(router
     dispatcher = router.services.dispatcher
     request = SequenceRequest(
         request_id="r",
+        spec=SequenceSpec(
+            prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=4, seed=1, top_k=10**27)
+        ),
         model=MODEL,
-        prompt_token_ids=[1, 2],
-        sampling=SamplingParams(max_tokens=4, seed=1, top_k=10**27),
     )
     generation = dispatcher.start([request], timeout_ms=60_000)
     ((index, output),) = await within(generation.next(), "the error")

@@ -72,7 +72,10 @@ async def test_the_answer_is_the_same_wherever_the_body_was_read(
     await router.post("chat/completions", body)
     await router.post("chat/completions", {**body, "metadata": {"x": "y" * INLINE_BODY_BYTES}})
     here, there = large_model.generates
-    assert (here.prompt_token_ids, here.sampling) == (there.prompt_token_ids, there.sampling)
+    assert (here.spec.prompt_token_ids, here.spec.sampling) == (
+        there.spec.prompt_token_ids,
+        there.spec.sampling,
+    )
     assert router.services.body_workers.pids
 
 

@@ -119,7 +119,7 @@ async def test_a_stream_goes_on_when_the_connection_to_its_worker_breaks(
     await until(lambda: any(len(entry.output_token_ids) == 3 for entry in in_flight), "three tokens")
     await first.stop()
     assert await streaming == " one one one two three"
-    assert [generate.output_token_ids for generate in second.generates] == [[one, one, one]]
+    assert [generate.spec.output_token_ids for generate in second.generates] == [[one, one, one]]
     line = 'leadout_router_redispatches_total{kind="migration",reason="worker_lost"}'
     assert await router.metric(line) == 1
     router.assert_idle()

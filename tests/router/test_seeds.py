@@ -86,7 +86,7 @@ async def test_choices_of_all_prompts_differ_and_do_not_depend_on_how_many_are_a
 
 def answer_with_its_seed(tokenizer: Tokenizer) -> Any:
     async def script(message: Any) -> Any:
-        async for fields in answer([*tokenizer.encode(f"seed {message.sampling.seed}"), EOS])(message):
+        async for fields in answer([*tokenizer.encode(f"seed {message.spec.sampling.seed}"), EOS])(message):
             yield fields
 
     return script

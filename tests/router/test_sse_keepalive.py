@@ -42,7 +42,7 @@ class Gates:
         async def gated(message: Any) -> AsyncIterator[dict[str, Any]]:
             await self.before.wait()
             for index, token_id in enumerate(token_ids):
-                more = {} if index else {"timings": timings(message.prompt_token_ids)}
+                more = {} if index else {"timings": timings(message.spec.prompt_token_ids)}
                 yield {"token_ids": [token_id], **more}
             await self.within.wait()
             async for fields in script(message):

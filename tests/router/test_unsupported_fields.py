@@ -154,7 +154,10 @@ async def test_hints_are_accepted_and_without_effect(
     for more in ({}, hints):
         await router.openai.chat.completions.create(model=MODEL, messages=QUESTION, seed=1, **more)
     plain, hinted = worker.generates
-    assert (plain.prompt_token_ids, plain.sampling) == (hinted.prompt_token_ids, hinted.sampling)
+    assert (plain.spec.prompt_token_ids, plain.spec.sampling) == (
+        hinted.spec.prompt_token_ids,
+        hinted.spec.sampling,
+    )
 
 
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
@@ -193,4 +196,4 @@ async def test_with_tool_choice_none_tools_are_not_shown(
         {"functions": [{"name": "now"}], "function_call": "none"},
     ):
         assert (await router.post("chat/completions", {**plain, **more})).status_code == 200
-    assert len({tuple(message.prompt_token_ids) for message in worker.generates}) == 1
+    assert len({tuple(message.spec.prompt_token_ids) for message in worker.generates}) == 1

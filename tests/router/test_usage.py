@@ -82,7 +82,7 @@ async def router(start_router: StartRouter, make_worker: MakeWorker, tokenizer: 
 async def test_a_whole_answer(router: RunningRouter, path: str) -> None:
     body = {"model": MODEL, **BODIES[path]}
     plain = (await router.post(path, body)).json()
-    prompt_tokens = len(router.workers[0].generates[0].prompt_token_ids)
+    prompt_tokens = len(router.workers[0].generates[0].spec.prompt_token_ids)
     assert plain["usage"] == usage(prompt_tokens, 4, 1)
     assert "leadout" not in plain
     response = await router.post(path, body, headers=EXPLAIN)
@@ -107,7 +107,7 @@ async def test_a_stream_ends_with_what_was_asked_for(router: RunningRouter, path
     assert all(chunk["usage"] is None for chunk in pieces)
     assert len(pieces) == len(neither)
     assert last["choices"] == []
-    assert last["usage"] == usage(len(router.workers[0].generates[0].prompt_token_ids), 4, 1)
+    assert last["usage"] == usage(len(router.workers[0].generates[0].spec.prompt_token_ids), 4, 1)
     assert "leadout" not in last
 
     *pieces, explained = await chunks(router, path, EXPLAIN)
@@ -126,7 +126,7 @@ async def test_a_stream_ends_with_what_was_asked_for(router: RunningRouter, path
 async def test_usage_in_every_chunk(router: RunningRouter, path: str, include_usage: bool) -> None:
     options = {"continuous_usage_stats": True, "include_usage": include_usage}
     got = await chunks(router, path, {}, n=2, stream_options=options)
-    prompt_tokens = len(router.workers[0].generates[0].prompt_token_ids)
+    prompt_tokens = len(router.workers[0].generates[0].spec.prompt_token_ids)
     counted = [chunk["usage"]["completion_tokens"] for chunk in got]
     assert counted == sorted(counted)
     assert counted[-1] == 8  # of all choices

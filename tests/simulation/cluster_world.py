@@ -18,6 +18,7 @@ import torch
 from cluster.members import Role, WorkerRecord, WorkerState
 from cluster.messages import Envelope, KvEvents, LoadUpdate, Message, Subscribe
 from cluster.rpc import RpcError
+from cluster.sequence_spec import SequenceSpec
 from decode_worker.decode_worker import DecodeWorker
 from kv_transfer.handoff import HandoffOutcome
 from kv_transfer.handoff_ledger import HandoffLedger
@@ -220,7 +221,9 @@ class ClusterWorld(World):
         assert self.router is not None
         self.clients[client.name] = client
         request = SequenceRequest(
-            request_id=client.name, model="m", prompt_token_ids=client.prompt, sampling=client.sampling
+            request_id=client.name,
+            spec=SequenceSpec(prompt_token_ids=client.prompt, sampling=client.sampling),
+            model="m",
         )
         try:
             client.generation = self.router.dispatcher.start([request], client.timeout_s * 1000)

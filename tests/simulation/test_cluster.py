@@ -127,7 +127,7 @@ def test_damage_that_is_not_looked_for_makes_wrong_answers(monkeypatch: pytest.M
 def test_tokens_of_an_old_attempt_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def take_any(self: Dispatcher, worker: str, batch: object) -> None:
         for output in batch.outputs:  # type: ignore[attr-defined]
-            entry = self.in_flight.get(output.request_id)
+            entry = self.in_flight.get(output.key.request_id)
             if entry is not None:
                 self._take(entry, output)
 

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.messages import Cancel, Generate, TokenBatch
 from cluster.sampling_params import SamplingParams
+from cluster.sequence_spec import RequestKey, SequenceSpec
 from decode_worker.decode_worker import DecodeWorker
 from tests.engine.prefix_runner import greedy, oracle
 from tests.simulation.world import REPAIRABLE, World
@@ -56,12 +57,13 @@ class HandoffMachine(RuleBasedStateMachine):
         self.samplings[name] = sampling
         self.world.send_generate(
             Generate(
-                request_id=name,
-                attempt=1,
-                prompt_token_ids=SHARED[:shared] + tail,
-                sampling=SAMPLINGS[sampling],
+                key=RequestKey(name, 1),
+                spec=SequenceSpec(
+                    prompt_token_ids=SHARED[:shared] + tail,
+                    sampling=SAMPLINGS[sampling],
+                    deadline=self.world.clock.unix() + 30 if has_deadline else 0.0,
+                ),
                 prefill_worker="prefill-0" if remote else None,
-                deadline=self.world.clock.unix() + 30 if has_deadline else 0.0,
             )
         )
 
@@ -192,7 +194,7 @@ class HandoffMachine(RuleBasedStateMachine):
             if answer.is_cancelled:
                 continue
             assert len(answer.endings) == 1, f"{name} ended {answer.endings}"
-            wanted = expected(tuple(answer.generate.prompt_token_ids), self.samplings[name])
+            wanted = expected(tuple(answer.generate.spec.prompt_token_ids), self.samplings[name])
             assert answer.tokens == wanted[: len(answer.tokens)], name
             if answer.endings[0] in ("stop", "length"):
                 assert answer.tokens == wanted, name

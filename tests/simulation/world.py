@@ -31,6 +31,7 @@ from cluster.messages import (
     TokenOutput,
 )
 from cluster.rpc import RpcError
+from cluster.sequence_spec import RequestKey
 from decode_worker.decode_worker import DecodeMetrics, DecodeWorker
 from engine.engine import Engine
 from engine.engine_commands import EngineCommands
@@ -299,13 +300,13 @@ class World:
                 worker.connections.update(records)
 
     def send_generate(self, generate: Generate) -> None:
-        self.answers[generate.request_id] = Answer(generate)
+        self.answers[generate.key.request_id] = Answer(generate)
         self.packets.append(Packet(Peer("router-0", 1), "decode-0", generate))
 
     def cancel(self, request_id: str) -> None:
         answer = self.answers[request_id]
         answer.is_cancelled = True
-        cancel = Cancel(request_id=request_id, attempt=answer.generate.attempt)
+        cancel = Cancel(key=RequestKey(request_id, answer.generate.key.attempt))
         self.packets.append(Packet(Peer("router-0", 1), "decode-0", cancel))
 
     def deliver(self, packet: Packet, *, keep: bool = False) -> None:
@@ -321,7 +322,7 @@ class World:
         if worker.is_alive:
             worker.receive(packet)
         elif isinstance(packet.message, Generate):  # the router notices by the lease
-            answer = self.answers[packet.message.request_id]
+            answer = self.answers[packet.message.key.request_id]
             if not answer.endings:
                 answer.endings.append("worker lost")
 
@@ -372,7 +373,7 @@ class World:
         assert not free, f"blocks {free} of {worker.peer.worker_id} are free, but still {what}"
 
     def _take(self, output: TokenOutput) -> None:
-        answer = self.answers[output.request_id]
+        answer = self.answers[output.key.request_id]
         if answer.is_cancelled or answer.endings:
             return
         answer.tokens += output.token_ids

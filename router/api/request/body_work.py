@@ -67,6 +67,7 @@ def _context(services: RouterServices, request: Request, received_at: float) -> 
         unavailable = error
     limits = services.limits
     return PreparationContext(
+        request_id=request.state.request_id,
         model_name=services.model_name,
         model=model,
         unavailable=unavailable,

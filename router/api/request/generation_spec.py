@@ -18,6 +18,7 @@ class GenerationSpec:
     """A request in token ids, ready to dispatch. Choice ``p * n + i`` is the i-th answer to prompt p."""
 
     response_id: str
+    request_id: str  # on workers, with the choice's number behind it if there are several
     endpoint: str  # "chat" | "completions", the metrics' label
     model: ServedModel
     prompts: list[list[int]]
@@ -51,3 +52,8 @@ class GenerationSpec:
 def new_response_id(prefix: str) -> str:
     """A fresh id such as ``chatcmpl-4f…``; never the client's own, which need not be unique."""
     return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def worker_request_id(client_id: str, response_id: str) -> str:
+    """The id under which workers know and log a request: the client's, and what makes it unique."""
+    return f"{client_id}-{response_id[-8:]}"

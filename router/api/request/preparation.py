@@ -16,7 +16,7 @@ from cluster.sampling_params import SamplingParams
 from router.api.errors import ApiError, bad_request, context_length_exceeded, model_not_found
 from router.api.request.body_limits import BodyLimits, check_counts, check_request_tokens
 from router.api.request.chat_messages import chat_messages, fit_to_template
-from router.api.request.generation_spec import GenerationSpec, new_response_id
+from router.api.request.generation_spec import GenerationSpec, new_response_id, worker_request_id
 from router.api.request.json_body import parse_body
 from router.api.request.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from router.api.request.validation import (
@@ -51,6 +51,7 @@ BodyT = TypeVar("BodyT", bound=SamplingFields)
 class PreparationContext:
     """All that a preparation knows of the router: a snapshot, which may go to another process."""
 
+    request_id: str  # the API request's: the client's own, or one that was made up
     model_name: str
     model: ServedModel | None
     unavailable: ApiError | None  # why there is no model
@@ -140,8 +141,10 @@ def _spec(
     sampling: list[SamplingParams],
 ) -> GenerationSpec:
     is_chat = endpoint == "chat"
+    response_id = new_response_id("chatcmpl" if is_chat else "cmpl")
     return GenerationSpec(
-        response_id=new_response_id("chatcmpl" if is_chat else "cmpl"),
+        response_id=response_id,
+        request_id=worker_request_id(context.request_id, response_id),
         endpoint=endpoint,
         model=model,
         prompts=prompts,

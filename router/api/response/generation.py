@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from cluster.messages import TokenOutput
+from cluster.sequence_spec import SequenceSpec
 from router.admission import AdmissionError
 from router.api.errors import (
     ClientDisconnectedError,
@@ -131,11 +132,11 @@ class ActiveGeneration:
         sampling = spec.sampling[prompt]
         sampling = msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, prompt, choice))
         return SequenceRequest(
-            request_id=spec.response_id if spec.num_choices == 1 else f"{spec.response_id}-{index}",
+            request_id=spec.request_id if spec.num_choices == 1 else f"{spec.request_id}-{index}",
             model=spec.model.name,
-            prompt_token_ids=spec.prompts[prompt],
-            sampling=sampling,
-            cache_salt=spec.cache_salt,
+            spec=SequenceSpec(
+                prompt_token_ids=spec.prompts[prompt], sampling=sampling, cache_salt=spec.cache_salt
+            ),
             hashes=spec.hashes[prompt],
         )
 

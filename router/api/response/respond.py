@@ -79,7 +79,7 @@ async def respond(
             events = _events(active, shape, body.stream_options or StreamOptions(), is_explained)
             first = await anext(events)
             response: Response = EventStreamResponse(
-                _watched(first, events, silence), close, request_id=spec.response_id
+                _watched(first, events, silence), close, request_id=spec.request_id
             )
             keep = True  # the response closes it
         else:
@@ -95,7 +95,7 @@ async def respond(
     finally:
         if not keep:
             close(reason)
-    response.headers["x-leadout-request-id"] = spec.response_id
+    response.headers["x-leadout-request-id"] = spec.request_id
     plan = active.plan
     if plan is not None and is_explained:
         response.headers["x-leadout-plan"] = msgspec.json.encode(plan.explain()).decode("latin-1")

@@ -9,10 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.block_hash import hash_blocks, root_hash
 from cluster.sampling_params import SamplingParams
+from cluster.sequence_spec import SequenceSpec
 from engine.kv_cache.block_pool import BlockPoolError
 from engine.kv_cache.kv_cache_manager import KvCacheManager
+from engine.new_request import NewRequest
 from engine.sequence import Sequence
-from engine.step_result import NewRequest
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 11
@@ -25,9 +26,9 @@ def ROOT(salt: str) -> bytes:  # noqa: N802 - a constant in all but form
 def sequence(name: str, tokens: list[int], salt: str = "") -> Sequence:
     request = NewRequest(
         request_id=name,
-        prompt_token_ids=tokens,
-        sampling=SamplingParams(max_tokens=4, seed=0),
-        cache_salt=salt,
+        spec=SequenceSpec(
+            prompt_token_ids=tokens, sampling=SamplingParams(max_tokens=4, seed=0), cache_salt=salt
+        ),
     )
     return Sequence(request, arrived_at=0.0, arrival_index=0, hash_root=ROOT(salt))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cluster.members import LinkReport
+from cluster.sequence_spec import RequestKey
 from engine.step_result import EngineLoad
 from kv_transfer.handoff import HandoffEvent
 from kv_transfer.handoff_ledger import HandoffLedger
@@ -16,9 +17,7 @@ def ledger_with(**num_events: int) -> HandoffLedger:
     """A handoff per name, with so many of STREAM, SEAL and ACTIVATE behind it."""
     ledger = HandoffLedger()
     for number, (name, count) in enumerate(num_events.items()):
-        ledger.open(
-            request_id=name, attempt=0, prefill=PREFILL, decode=DECODE, block_ids=(number + 1,), now=1.0
-        )
+        ledger.open(key=RequestKey(name, 0), prefill=PREFILL, decode=DECODE, block_ids=(number + 1,), now=1.0)
         for event in (HandoffEvent.STREAM, HandoffEvent.SEAL, HandoffEvent.ACTIVATE)[:count]:
             ledger.transition(name, 0, event, now=2.0)
     return ledger
