@@ -199,7 +199,7 @@ def test_what_has_landed_is_kept_for_the_next_attempt(bench: Bench) -> None:
     bench.generate(attempt=2)
     again = bench.sent(Prefill)[-1]
     assert isinstance(again, Prefill)
-    assert (again.attempt, again.first_block, len(again.block_ids)) == (2, 2, 1)
+    assert (again.key.attempt, again.first_block, len(again.block_ids)) == (2, 2, 1)
     bench.fill_last_block(again)
     bench.seal(attempt=2)
     assert bench.tokens() == oracle(PROMPT, greedy(4, ignore_eos=True))

@@ -71,10 +71,10 @@ def test_only_released_handoffs_are_closed_and_counted() -> None:
     ledger = HandoffLedger(on_closed=closed.append)
     open_handoff(ledger, "r", (1, 2))
     with pytest.raises(HandoffStateError, match="only a released"):
-        ledger.close("r", 1)
-    ledger.transition("r", 1, HandoffEvent.FENCE, 1.0, reason="client")
-    ledger.transition("r", 1, HandoffEvent.WRITER_GONE, 2.0)
-    ledger.close("r", 1)
+        ledger.close(RequestKey("r", 1))
+    ledger.transition(RequestKey("r", 1), HandoffEvent.FENCE, 1.0, reason="client")
+    ledger.transition(RequestKey("r", 1), HandoffEvent.WRITER_GONE, 2.0)
+    ledger.close(RequestKey("r", 1))
     assert len(ledger) == 0
     assert [(one.outcome, one.fenced_at, one.changed_at) for one in closed] == [
         (HandoffOutcome.WRITER_GONE, 1.0, 2.0)
@@ -93,13 +93,13 @@ def test_the_same_attempt_and_a_block_named_twice_are_refused() -> None:
 def test_a_sealed_handoff_that_is_fenced_later_does_not_disturb_the_blocks_next_writer() -> None:
     ledger = HandoffLedger()
     open_handoff(ledger, "first", (1, 2))
-    ledger.transition("first", 1, HandoffEvent.STREAM, 1.0)
-    ledger.transition("first", 1, HandoffEvent.SEAL, 2.0)
+    ledger.transition(RequestKey("first", 1), HandoffEvent.STREAM, 1.0)
+    ledger.transition(RequestKey("first", 1), HandoffEvent.SEAL, 2.0)
     open_handoff(ledger, "second", (2, 3))
-    ledger.transition("first", 1, HandoffEvent.FENCE, 3.0)
+    ledger.transition(RequestKey("first", 1), HandoffEvent.FENCE, 3.0)
     ledger.check_invariants()
-    ledger.transition("first", 1, HandoffEvent.FENCED, 4.0)
-    ledger.close("first", 1)
+    ledger.transition(RequestKey("first", 1), HandoffEvent.FENCED, 4.0)
+    ledger.close(RequestKey("first", 1))
     ledger.check_invariants()
     with pytest.raises(HandoffStateError, match="block 2 of d0 cannot go to handoff third"):
         open_handoff(ledger, "third", (1, 2))
@@ -117,12 +117,12 @@ def test_handoffs_of_a_peer_are_found_by_incarnation_on_either_side() -> None:
 
 def test_an_unknown_handoff_is_named() -> None:
     ledger = HandoffLedger()
-    assert ledger.get("r", 1) is None
+    assert ledger.get(RequestKey("r", 1)) is None
     for act in (
-        lambda: ledger.close("r", 1),
-        lambda: ledger.transition("r", 1, HandoffEvent.SEAL, 1.0),
+        lambda: ledger.close(RequestKey("r", 1)),
+        lambda: ledger.transition(RequestKey("r", 1), HandoffEvent.SEAL, 1.0),
     ):
-        with pytest.raises(HandoffStateError, match="no live handoff r attempt 1"):
+        with pytest.raises(HandoffStateError, match="no live handoff r#1"):
             act()
 
 
@@ -137,17 +137,17 @@ def test_past_deadline_is_oldest_first() -> None:
 def test_a_landed_block_may_be_promised_again_while_the_rest_is_still_written() -> None:
     ledger = HandoffLedger()
     open_handoff(ledger, "first", (1, 2, 3))
-    ledger.transition("first", 1, HandoffEvent.STREAM, 1.0)
-    ledger.transition("first", 1, HandoffEvent.LAND, 2.0, num_landed_blocks=2, num_bytes=20)
-    ledger.transition("first", 1, HandoffEvent.FENCE, 3.0)
+    ledger.transition(RequestKey("first", 1), HandoffEvent.STREAM, 1.0)
+    ledger.transition(RequestKey("first", 1), HandoffEvent.LAND, 2.0, num_landed_blocks=2, num_bytes=20)
+    ledger.transition(RequestKey("first", 1), HandoffEvent.FENCE, 3.0)
     ledger.transition(
-        "first", 1, HandoffEvent.LAND, 4.0, num_landed_blocks=1
+        RequestKey("first", 1), HandoffEvent.LAND, 4.0, num_landed_blocks=1
     )  # an older word changes nothing
     open_handoff(ledger, "second", (1, 2))
     with pytest.raises(HandoffStateError, match="block 3 of d0 cannot go to handoff third"):
         open_handoff(ledger, "third", (3,))
     with pytest.raises(ValueError, match="from 0 to 3, got 4"):
-        ledger.transition("first", 1, HandoffEvent.LAND, 5.0, num_landed_blocks=4)
+        ledger.transition(RequestKey("first", 1), HandoffEvent.LAND, 5.0, num_landed_blocks=4)
     ledger.check_invariants()
 
 
@@ -163,9 +163,9 @@ def test_a_lease_that_is_not_renewed_expires_while_the_writer_should_be_writing(
             lease_expires_at=2.0,
         )
     for name in ("silent", "heard of"):
-        ledger.transition(name, 1, HandoffEvent.STREAM, 0.0)
-    ledger.renew_lease("heard of", 1, 3.0)
+        ledger.transition(RequestKey(name, 1), HandoffEvent.STREAM, 0.0)
+    ledger.renew_lease(RequestKey("heard of", 1), 3.0)
     assert ledger.lease_expired(1.9) == ()
     assert [one.key.request_id for one in ledger.lease_expired(2.0)] == ["silent"]
     with pytest.raises(HandoffStateError, match="no live handoff"):
-        ledger.renew_lease("unknown", 1, 3.0)
+        ledger.renew_lease(RequestKey("unknown", 1), 3.0)

@@ -10,6 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.sequence_spec import RequestKey
 from kv_transfer.verification import SAMPLED_SHARE, BlockVerifier, VerifyMode
 
 BLOCK_BYTES = 64
@@ -56,8 +57,8 @@ def verifier(mode: VerifyMode) -> BlockVerifier:
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 7, 100])
 def test_off_is_none_and_all_is_all(num_blocks: int) -> None:
-    assert verifier("off").choose("r", 0, num_blocks) == []
-    assert verifier("all").choose("r", 0, num_blocks) == list(range(num_blocks))
+    assert verifier("off").choose(RequestKey("r", 0), num_blocks) == []
+    assert verifier("all").choose(RequestKey("r", 0), num_blocks) == list(range(num_blocks))
 
 
 @given(request_id=st.text(max_size=20), attempt=st.integers(0, 2**31), num_blocks=st.integers(1, 200))
@@ -84,8 +85,10 @@ def test_whether_a_block_is_checked_does_not_depend_on_how_many_follow(
 def test_a_sample_is_one_block_in_sixteen() -> None:
     """Of a million, over many requests and within one: within 5 %, which is far more than chance allows."""
     one = verifier("sampled")
-    over_requests = sum(len(one.choose(f"request-{number}", 0, 101)) - 1 for number in range(2_000))
-    within_one = len(one.choose("r", 0, 200_001)) - 1
+    over_requests = sum(
+        len(one.choose(RequestKey(f"request-{number}", 0), 101)) - 1 for number in range(2_000)
+    )
+    within_one = len(one.choose(RequestKey("r", 0), 200_001)) - 1
     for count in (over_requests, within_one):
         assert abs(count / 200_000 - 1 / SAMPLED_SHARE) < 0.05 / SAMPLED_SHARE
 
@@ -99,7 +102,7 @@ def test_another_attempt_is_another_sample() -> None:
 
 
 def test_an_empty_handoff_has_nothing_to_check() -> None:
-    assert verifier("sampled").choose("r", 0, 0) == []
+    assert verifier("sampled").choose(RequestKey("r", 0), 0) == []
 
 
 # --- checksums -------------------------------------------------------------------------------------------
@@ -176,7 +179,7 @@ def test_memory_that_the_cpu_cannot_read_is_refused(mode: VerifyMode) -> None:
 
 def test_without_verification_any_memory_will_do() -> None:
     one = BlockVerifier("off", base_address=1, block_bytes=64, num_blocks=2, memory="VRAM")
-    assert one.choose("r", 0, 100) == []
+    assert one.choose(RequestKey("r", 0), 100) == []
     one.close()
 
 

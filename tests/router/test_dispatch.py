@@ -18,7 +18,7 @@ async def bench() -> Bench:
 
 def cancels(bench: Bench) -> list[tuple[str, int, str]]:
     """Worker, attempt and reason of each cancel."""
-    return [(worker, cancel.attempt, cancel.reason) for worker, cancel in bench.sent(Cancel)]
+    return [(worker, cancel.key.attempt, cancel.reason) for worker, cancel in bench.sent(Cancel)]
 
 
 # --- moving ------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ async def test_an_answer_that_has_begun_moves_with_its_tokens(bench: Bench) -> N
     bench.workers(d1=1)  # the first is gone
     ((_, _), (second, moved)) = bench.sent(Generate)
     assert second == "d1"
-    assert moved.attempt == generate.key.attempt + 1
+    assert moved.key.attempt == generate.key.attempt + 1
     assert moved.spec.output_token_ids == [5, 6]
     assert moved.spec.sampling == generate.spec.sampling
     assert moved.spec.deadline == generate.spec.deadline == bench.clock.unix() + TIMEOUT_MS / 1000
@@ -57,7 +57,7 @@ async def test_a_broken_connection_is_enough_to_move(bench: Bench) -> None:
     ((first, cancel), (second, moved)) = bench.log
     assert (first, cancel) == ("d0", Cancel(key=RequestKey("r", 0), reason="moved"))
     assert isinstance(moved, Generate)
-    assert (second, moved.attempt, moved.spec.output_token_ids) == ("d1", 1, [5])
+    assert (second, moved.key.attempt, moved.spec.output_token_ids) == ("d1", 1, [5])
     bench.tokens("d1", 6, attempt=1, finish_reason="stop")
     assert token_ids(await received(generation)) == [5, 6]
 

@@ -21,6 +21,7 @@ MODEL = ServedModel(name="m", fingerprint="f" * 64, max_model_len=256, vocab_siz
 
 def context(**fields: Any) -> PreparationContext:
     values: dict[str, Any] = {
+        "request_id": "cmpl-1",
         "model_name": "m",
         "model": MODEL,
         "unavailable": None,

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from cluster.sequence_spec import RequestKey
 from decode_worker import decode_worker as decode_module
 from decode_worker.remote_prefills import PrefillFailure, RemotePrefills
 from kv_transfer.peer_connections import PeerConnections
@@ -79,8 +80,8 @@ def test_blocks_freed_although_their_writer_may_still_write_are_noticed(
 ) -> None:
     cancel = RemotePrefills.cancel
 
-    def without_quarantine(self: RemotePrefills, request_id: str, attempt: int, reason: str) -> bool:
-        cancel(self, request_id, attempt, reason)
+    def without_quarantine(self: RemotePrefills, key: RequestKey, reason: str) -> bool:
+        cancel(self, key, reason)
         return False
 
     monkeypatch.setattr(RemotePrefills, "cancel", without_quarantine)

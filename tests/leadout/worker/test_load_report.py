@@ -19,7 +19,7 @@ def ledger_with(**num_events: int) -> HandoffLedger:
     for number, (name, count) in enumerate(num_events.items()):
         ledger.open(key=RequestKey(name, 0), prefill=PREFILL, decode=DECODE, block_ids=(number + 1,), now=1.0)
         for event in (HandoffEvent.STREAM, HandoffEvent.SEAL, HandoffEvent.ACTIVATE)[:count]:
-            ledger.transition(name, 0, event, now=2.0)
+            ledger.transition(RequestKey(name, 0), event, now=2.0)
     return ledger
 
 
@@ -66,12 +66,12 @@ def test_the_engine_s_numbers() -> None:
 
 def test_handoffs_by_state() -> None:
     ledger = ledger_with(a=0, b=1, c=1, d=2, e=3)
-    ledger.transition("c", 0, HandoffEvent.FENCE, now=3.0)
+    ledger.transition(RequestKey("c", 0), HandoffEvent.FENCE, now=3.0)
     report = load_report(EngineLoad(), "draining", ledger, ())
     assert report.handoffs_active == 5
     assert report.handoffs == {"reserved": 1, "streaming": 1, "sealed": 1, "active": 1, "fencing": 1}
-    ledger.transition("c", 0, HandoffEvent.FENCED, now=4.0)
-    ledger.close("c", 0)
+    ledger.transition(RequestKey("c", 0), HandoffEvent.FENCED, now=4.0)
+    ledger.close(RequestKey("c", 0))
     report = load_report(EngineLoad(), "draining", ledger, ())
     assert report.handoffs == {"reserved": 1, "streaming": 1, "sealed": 1, "active": 1}
     assert report.handoffs_active == 4
