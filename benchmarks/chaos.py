@@ -160,7 +160,9 @@ def clients_leave(cluster: RunningCluster, options: argparse.Namespace) -> list[
 def full_pool(cluster: RunningCluster, options: argparse.Namespace) -> list[Window]:
     """More sequences than there are blocks: they wait, and are preempted."""
     windows = plain_load(cluster, "KV pool full", num_clients=3 * options.clients, leave_within_s=None)
-    windows[0].notes["preemptions"] = sum(one["load"]["num_preemptions"] for one in cluster.workers())
+    windows[0].notes["preemptions"] = sum(
+        one["load"]["queue"]["preemptions_total"] for one in cluster.workers()
+    )
     return windows
 
 

@@ -1,4 +1,4 @@
-"""What a process publishes about itself when it registers, and what a worker reports about its load."""
+"""What a process publishes about itself when it registers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from cluster.kv_layout import KvLayout
 PROTOCOL_VERSION = 3  # raised when a message changes meaning; unequal versions are never paired
 
 Role = Literal["prefill", "decode"]
-WorkerState = Literal["starting", "ready", "draining"]
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,37 +68,6 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
     address: str  # http URL
     protocol_version: int = PROTOCOL_VERSION
     started_at: float = 0.0
-
-
-class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The path from a worker into one peer's KV cache, in GB/s (10^9 bytes); 0 where nothing was measured."""
-
-    peer: str
-    probe_gbps: float  # when they were connected
-    gbps: float  # moving average over large writes since
-
-
-class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker publishes each interval; also its entry under ``load`` in ``/cluster``."""
-
-    state: WorkerState = "starting"
-    running: int = 0  # sequences in the running batch
-    waiting: int = 0  # sequences queued, not counting those that wait for remote KV
-    waiting_for_remote_kv: int = 0
-    waiting_prefill_tokens: int = 0  # uncached prompt tokens still to compute, running and waiting
-    kv_blocks_total: int = 0
-    kv_blocks_free: int = 0  # allocatable, cached ones included
-    kv_blocks_cached: int = 0  # free, but holding a reusable prefix
-    kv_blocks_reserved: int = 0  # promised to a writer that has not sealed yet
-    kv_blocks_pinned: int = 0  # being sent to a peer
-    kv_blocks_quarantined: int = 0  # cancelled, but the writer has not confirmed it stopped
-    handoffs_active: int = 0
-    handoffs: dict[str, int] = msgspec.field(default_factory=dict)  # live ones by state; only states with any
-    links: tuple[LinkReport, ...] = ()  # to the peers this worker writes to
-    num_preemptions: int = 0  # since start
-    step_ms: float = 0.0  # moving average of one engine step
-    prompt_tokens_total: int = 0
-    generation_tokens_total: int = 0
 
 
 class Members(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from cluster.members import LoadReport
+from cluster.load import LoadReport
 from cluster.sequence_spec import RequestKey, SequenceSpec
 
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from wsgiref.simple_server import WSGIServer
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from cluster.members import LoadReport, Role
+from cluster.load import LoadReport
+from cluster.members import Role
 from cluster.messages import RequestTimings
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 2.0, 5.0)
 _WAIT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 _GAUGES = {
-    "running": "Sequences in the running batch",
-    "waiting": "Sequences queued for computation",
-    "waiting_for_remote_kv": "Sequences whose prompt a prefill worker computes",
-    "waiting_prefill_tokens": "Uncached prompt tokens still to compute",
-    "kv_blocks_total": "KV blocks of this worker",
-    "kv_blocks_free": "KV blocks that can be allocated, cached ones included",
-    "kv_blocks_cached": "Free KV blocks that hold a reusable prefix",
-    "kv_blocks_reserved": "KV blocks promised to a prefill worker that has not sealed yet",
-    "kv_blocks_pinned": "KV blocks being sent to a decode worker",
-    "kv_blocks_quarantined": "KV blocks of cancelled handoffs whose writer has not confirmed that it stopped",
-    "handoffs_active": "Handoffs in the ledger",
+    "running": ("queue.running", "Sequences in the running batch"),
+    "waiting": ("queue.waiting", "Sequences queued for computation"),
+    "waiting_for_remote_kv": (
+        "queue.waiting_for_remote_kv",
+        "Sequences whose prompt a prefill worker computes",
+    ),
+    "waiting_prefill_tokens": ("queue.waiting_prefill_tokens", "Uncached prompt tokens still to compute"),
+    "kv_blocks_total": ("kv.blocks_total", "KV blocks of this worker"),
+    "kv_blocks_free": ("kv.blocks_free", "KV blocks that can be allocated, cached ones included"),
+    "kv_blocks_cached": ("kv.blocks_cached", "Free KV blocks that hold a reusable prefix"),
+    "kv_blocks_reserved": (
+        "kv.blocks_reserved",
+        "KV blocks promised to a prefill worker that has not sealed yet",
+    ),
+    "kv_blocks_pinned": ("kv.blocks_pinned", "KV blocks being sent to a decode worker"),
+    "kv_blocks_quarantined": (
+        "kv.blocks_quarantined",
+        "KV blocks of cancelled handoffs whose writer has not confirmed that it stopped",
+    ),
 }
-_TOTALS = {
-    "num_preemptions": ("preemptions", "Sequences preempted to free KV blocks"),
-    "prompt_tokens_total": ("prompt_tokens", "Prompt tokens computed or found in the cache"),
-    "generation_tokens_total": ("generation_tokens", "Tokens generated"),
+_COUNTERS = {
+    "preemptions": ("queue.preemptions_total", "Sequences preempted to free KV blocks"),
+    "prompt_tokens": ("steps.prompt_tokens_total", "Prompt tokens computed or found in the cache"),
+    "generation_tokens": ("steps.generation_tokens_total", "Tokens generated"),
+    "prefix_cache_queries": (
+        "kv.prefix_queries_total",
+        "Tokens looked up in the prefix cache, when a request was first admitted",
+    ),
+    "prefix_cache_hits": (
+        "kv.prefix_hits_total",
+        "Tokens found in the prefix cache; divided by the queries this is its hit rate",
+    ),
 }
 _BYTES_BUCKETS = tuple(float(4**exponent) for exponent in range(7, 18))  # 16 KiB to 16 GiB
 _DESCRIPTOR_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
@@ -48,10 +65,14 @@ class WorkerMetrics:
         self._last = LoadReport()
         self._state = Gauge(prefix + "state", "1 for the current state", ["role", "state"], registry=registry)
         self._role = role
-        self._gauges = {name: Gauge(prefix + name, text, registry=registry) for name, text in _GAUGES.items()}
-        self._totals = {
-            field: Counter(prefix + name, text, registry=registry) for field, (name, text) in _TOTALS.items()
-        }
+        self._gauges = [
+            (attrgetter(field), Gauge(prefix + name, text, registry=registry))
+            for name, (field, text) in _GAUGES.items()
+        ]
+        self._counters = [
+            (attrgetter(field), Counter(prefix + name, text, registry=registry))
+            for name, (field, text) in _COUNTERS.items()
+        ]
         self._step = Histogram(
             prefix + "step_seconds", "Duration of an engine step", buckets=_STEP_BUCKETS, registry=registry
         )
@@ -146,10 +167,10 @@ class WorkerMetrics:
         """Take over a load report."""
         for state in ("starting", "ready", "draining"):
             self._state.labels(self._role, state).set(load.state == state)
-        for name, gauge in self._gauges.items():
-            gauge.set(getattr(load, name))
-        for name, counter in self._totals.items():
-            counter.inc(max(0, getattr(load, name) - getattr(self._last, name)))
+        for value_of, gauge in self._gauges:
+            gauge.set(value_of(load))
+        for value_of, counter in self._counters:
+            counter.inc(max(0, value_of(load) - value_of(self._last)))
         for state in HANDOFF_STATES:
             self._live_handoffs.labels(state).set(load.handoffs.get(state, 0))
         for gone in {link.peer for link in self._last.links} - {link.peer for link in load.links}:
@@ -158,7 +179,7 @@ class WorkerMetrics:
         for link in load.links:
             self._link_gbps.labels(link.peer, "probe").set(link.probe_gbps)
             self._link_gbps.labels(link.peer, "writes").set(link.gbps)
-        self._last = msgspec.structs.replace(load)
+        self._last = load
 
     def set_dropped(self, totals: Mapping[str, int]) -> None:
         """Take over the numbers of dropped messages since the start, by reason."""

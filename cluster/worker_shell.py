@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.clock import Clock
+from cluster.load import LoadReport
 from cluster.malformed import MalformedMessage
-from cluster.members import LoadReport, Members, WorkerRecord
+from cluster.members import Members, WorkerRecord
 from cluster.messages import Drain, KvEvents, LoadUpdate, Message, Subscribe
 from cluster.problem_log import ProblemLog
 from cluster.registry import Registry

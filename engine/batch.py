@@ -30,3 +30,8 @@ class Batch:
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Positions up to the end of each sequence's part, summed over the sequences."""
+        return sum(sequence.start + len(sequence.token_ids) for sequence in self.sequences)

@@ -12,6 +12,7 @@ import torch
 
 from cluster.block_hash import BlockHash
 from cluster.kv_layout import KvLayout
+from cluster.load import Load
 from cluster.messages import TokenLogprobs
 from engine.batch import Batch
 from engine.kv_cache.kv_cache_manager import KvCacheManager
@@ -23,11 +24,10 @@ from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.output import SchedulerOutput, SchedulerUpdate
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import SampledToken
-from engine.step_result import EngineLoad, SequenceOutput, StepResult
+from engine.step_history import StepHistory
+from engine.step_result import SequenceOutput, StepResult
 
 logger = logging.getLogger(__name__)
-
-_STEP_AVERAGE_WEIGHT = 0.1  # of the newest step in the moving average
 
 
 class Runner(Protocol):
@@ -78,7 +78,7 @@ class Engine:
         self._sampler = Sampler(eos_token_ids)
         self._token_counts: dict[str, TokenCounts] = {}  # of requests with a penalty
         self._pending_outputs: list[SequenceOutput] = []
-        self._step_ms = 0.0
+        self._steps = StepHistory()
 
     @property
     def max_model_len(self) -> int:
@@ -178,26 +178,15 @@ class Engine:
         """Every block hash in the prefix cache."""
         return self._kv_cache.snapshot()
 
-    def load(self) -> EngineLoad:
-        """Lengths of the queues, use of the blocks, and totals since start."""
-        counts, usage = self._scheduler.counts(), self._kv_cache.usage()
-        return EngineLoad(
-            running=counts.running,
-            waiting=counts.waiting,
-            waiting_for_remote_kv=counts.waiting_for_remote_kv,
-            waiting_prefill_tokens=counts.waiting_prefill_tokens,
-            kv_blocks_total=usage.total,
-            kv_blocks_free=usage.free,
-            kv_blocks_cached=usage.cached,
-            kv_blocks_reserved=usage.reserved,
-            kv_blocks_held=usage.held,
-            kv_blocks_quarantined=usage.quarantined,
-            num_preemptions=counts.num_preemptions,
-            step_ms=self._step_ms,
-            prompt_tokens_total=counts.prompt_tokens_total,
-            generation_tokens_total=counts.generation_tokens_total,
-            prefix_cache_queries_total=counts.prefix_cache_queries_total,
-            prefix_cache_hits_total=counts.prefix_cache_hits_total,
+    def load(self) -> Load:
+        """Lengths of the queues, use of the blocks, the newest steps, and totals since start."""
+        return Load(
+            queue=self._scheduler.load(),
+            kv=self._kv_cache.load(),
+            steps=self._steps.load(
+                prompt_tokens_total=self._scheduler.prompt_tokens_total,
+                generation_tokens_total=self._scheduler.generation_tokens_total,
+            ),
         )
 
     def step(self, now: float) -> StepResult:
@@ -217,8 +206,7 @@ class Engine:
         delivered = self._deliver_pending(now)
         duration_ms = (time.perf_counter() - began) * 1000
         if scheduled.sequences:
-            weight = _STEP_AVERAGE_WEIGHT if self._step_ms else 1.0
-            self._step_ms += weight * (duration_ms - self._step_ms)
+            self._steps.add(scheduled.batch, duration_ms)
         return replace(
             delivered,
             reservations=scheduled.reservations,

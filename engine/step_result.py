@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.messages import FinishReason, TokenLogprobs
 
@@ -68,25 +68,3 @@ class StepResult:
             or self.blocks_stored
             or self.blocks_removed
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
-    """A snapshot of the engine's queues and blocks."""
-
-    running: int = 0
-    waiting: int = 0
-    waiting_for_remote_kv: int = 0
-    waiting_prefill_tokens: int = 0
-    kv_blocks_total: int = 0
-    kv_blocks_free: int = 0
-    kv_blocks_cached: int = 0
-    kv_blocks_reserved: int = 0
-    kv_blocks_held: int = 0  # of finished prefill_only requests, until release()
-    kv_blocks_quarantined: int = 0  # aborted while a peer may still write, until release_quarantined()
-    num_preemptions: int = 0
-    step_ms: float = 0.0
-    prompt_tokens_total: int = 0
-    generation_tokens_total: int = 0
-    prefix_cache_queries_total: int = field(default=0)  # tokens looked up
-    prefix_cache_hits_total: int = field(default=0)  # tokens found

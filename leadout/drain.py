@@ -31,10 +31,10 @@ def run_drain(url: str, worker: str, *, wait_s: float, force: bool = False) -> i
         if state is None or state["incarnation"] != incarnation:
             print(f"{worker} has left")
             return 0
-        load = state["load"]
+        queue, num_handoffs = state["load"]["queue"], sum(state["load"]["handoffs"].values())
         now = (
-            f"{worker} is {state['state']}: {load['running']} running, "
-            f"{load['waiting'] + load['waiting_for_remote_kv']} waiting, {load['handoffs_active']} handoffs"
+            f"{worker} is {state['state']}: {queue['running']} running, "
+            f"{queue['waiting'] + queue['waiting_for_remote_kv']} waiting, {num_handoffs} handoffs"
         )
         if now != shown:
             print(now)

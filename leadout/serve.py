@@ -109,7 +109,7 @@ def _show(console: Console, cluster: LocalCluster, state: dict[str, Any]) -> Non
     for worker in state["workers"]:
         model = worker["model"]
         numbers = f"{worker['dtype']}: {worker['kernels']}"
-        blocks = str(worker["load"]["kv_blocks_total"])
+        blocks = str(worker["load"]["kv"]["blocks_total"])
         table.add_row(worker["id"], worker["role"], str(worker["pid"]), blocks, worker["address"])
     for name, pid in cluster.pids.items():
         if name in ("router-0", "registry"):

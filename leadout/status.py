@@ -59,18 +59,18 @@ def state_table(state: dict[str, Any]) -> Table:
     for column in ("pid", "running", "waiting", "KV free / total", "reserved", "pinned", "quarantined"):
         table.add_column(column, justify="right")
     for worker in state["workers"]:
-        load = worker["load"]
+        queue, kv = worker["load"]["queue"], worker["load"]["kv"]
         table.add_row(
             worker["id"],
             worker["role"],
             f"[{_STATE_STYLES.get(worker['state'], 'red')}]{worker['state']}[/]",
             str(worker["pid"]),
-            str(load["running"]),
-            str(load["waiting"] + load["waiting_for_remote_kv"]),
-            f"{load['kv_blocks_free']} / {load['kv_blocks_total']}",
-            str(load["kv_blocks_reserved"]),
-            str(load["kv_blocks_pinned"]),
-            str(load["kv_blocks_quarantined"]),
+            str(queue["running"]),
+            str(queue["waiting"] + queue["waiting_for_remote_kv"]),
+            f"{kv['blocks_free']} / {kv['blocks_total']}",
+            str(kv["blocks_reserved"]),
+            str(kv["blocks_pinned"]),
+            str(kv["blocks_quarantined"]),
         )
     for router in state["routers"]:
         table.add_row(router["id"], "router", "[green]ready[/]", str(router["pid"]), *[""] * 6)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cluster.members import LoadReport, WorkerRecord
+from cluster.load import LoadReport
+from cluster.members import WorkerRecord
 from cluster.messages import Message
 from cluster.sequence_spec import RequestKey
 from router.policy.plan import WorkerSnapshot
@@ -95,7 +96,8 @@ class WorkerView:
     def snapshot(self, cached_tokens: int) -> WorkerSnapshot:
         """What the policy sees. ``cached_tokens`` is the request's prefix hit here."""
         load = self.load or LoadReport()
-        reported = load.running + load.waiting + load.waiting_for_remote_kv
+        queue = load.queue
+        reported = queue.running + queue.waiting + queue.waiting_for_remote_kv
         if self.record.role == "prefill":
             own, unreported = len(self._prefills), len(self._unreported_prefills)
         else:
@@ -105,11 +107,11 @@ class WorkerView:
             state=load.state,
             num_requests=max(reported + unreported, own),
             num_outstanding_prefill_tokens=max(
-                load.waiting_prefill_tokens + sum(self._unreported_prefills.values()),
+                queue.waiting_prefill_tokens + sum(self._unreported_prefills.values()),
                 sum(self._prefills.values()),
             ),
-            kv_blocks_total=load.kv_blocks_total,
-            kv_blocks_free=load.kv_blocks_free,
+            kv_blocks_total=load.kv.blocks_total,
+            kv_blocks_free=load.kv.blocks_free,
             block_size=self.record.kv_layout.block_size,
             max_model_len=self.record.model.max_model_len,
             cached_tokens=cached_tokens,

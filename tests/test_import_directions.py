@@ -34,8 +34,10 @@ ALLOWED: dict[str, set[str]] = {
 ENGINE_MAY_USE = {
     "cluster.block_hash",
     "cluster.kv_layout",
+    "cluster.load",
     "cluster.messages",
     "cluster.sampling_params",
+    "cluster.sequence_spec",
 }
 WITHOUT_TORCH = (
     "cluster",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cluster.block_hash import BlockHash, hash_blocks
+from cluster.load import KvLoad
 from engine.kv_cache.block_pool import BlockPool, BlockPoolError
 from engine.sequence import Sequence
 
@@ -24,18 +25,6 @@ class _Allocation:
     num_registered: int  # leading blocks that are in the prefix cache, or were offered to it
     num_cached: int  # leading blocks that came out of the prefix cache
     owner: _Owner
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvCacheUsage:
-    """Where the blocks are, in blocks. ``free`` includes ``cached``."""
-
-    total: int
-    free: int
-    cached: int  # free, but holding a reusable prefix
-    reserved: int  # promised to a remote writer that has not finished
-    held: int  # of gone requests, until release()
-    quarantined: int  # of gone requests whose remote writer may still write
 
 
 class KvCacheManager:
@@ -61,6 +50,8 @@ class KvCacheManager:
         self._hash_root = hash_root
         self._prefix_caching = prefix_caching
         self._allocations: dict[str, _Allocation] = {}
+        self._prefix_queries_total = 0
+        self._prefix_hits_total = 0
 
     # --- what is where -----------------------------------------------------------------------------------
 
@@ -74,19 +65,21 @@ class KvCacheManager:
         """Blocks that can be allocated now."""
         return self._pool.num_free
 
-    def usage(self) -> KvCacheUsage:
+    def load(self) -> KvLoad:
         """Counts of blocks by what they are used for. A block shared by several is counted once each."""
         counts = dict.fromkeys(_Owner, 0)
         for allocation in self._allocations.values():
             writable = allocation.owner in (_Owner.REMOTE_WRITER, _Owner.QUARANTINED)
             counts[allocation.owner] += len(allocation.block_ids) - (allocation.num_cached if writable else 0)
-        return KvCacheUsage(
-            total=self._pool.num_total,
-            free=self._pool.num_free,
-            cached=self._pool.num_free_cached,
-            reserved=counts[_Owner.REMOTE_WRITER],
-            held=counts[_Owner.HELD],
-            quarantined=counts[_Owner.QUARANTINED],
+        return KvLoad(
+            blocks_total=self._pool.num_total,
+            blocks_free=self._pool.num_free,
+            blocks_cached=self._pool.num_free_cached,
+            blocks_reserved=counts[_Owner.REMOTE_WRITER],
+            blocks_pinned=counts[_Owner.HELD],
+            blocks_quarantined=counts[_Owner.QUARANTINED],
+            prefix_queries_total=self._prefix_queries_total,
+            prefix_hits_total=self._prefix_hits_total,
         )
 
     def is_known(self, request_id: str) -> bool:
@@ -121,6 +114,11 @@ class KvCacheManager:
                 break
             block_ids.append(block_id)
         return block_ids
+
+    def count_lookup(self, num_tokens: int, num_cached_tokens: int) -> None:
+        """Counts a request that was admitted for the first time, for the prefix cache's hit rate."""
+        self._prefix_queries_total += num_tokens
+        self._prefix_hits_total += num_cached_tokens
 
     def refresh_cache_hit_hint(self, sequence: Sequence) -> int:
         """Tokens of ``sequence`` that are probably cached. Moves on from the last answer: O(1) amortised."""

@@ -19,8 +19,6 @@ class Admission:
         self._kv_cache = kv_cache
         self._policy = PREFILL_POLICIES[config.prefill_policy]
         self._watermark_blocks = math.ceil(config.watermark * kv_cache.num_total_blocks)
-        self.prefix_cache_queries_total = 0  # tokens looked up when a request was first admitted
-        self.prefix_cache_hits_total = 0  # tokens found then
 
     def in_order(self, sequences: Iterable[Sequence], now: float) -> list[Sequence]:
         """``sequences`` in the policy's order at ``now`` (seconds)."""
@@ -64,8 +62,7 @@ class Admission:
             # Not after a preemption: finding one's own blocks again says nothing about the prefix cache.
             sequence.num_cached_tokens = sequence.num_computed_tokens
             sequence.num_prompt_tokens_counted = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-            self.prefix_cache_queries_total += sequence.num_tokens
-            self.prefix_cache_hits_total += sequence.num_computed_tokens
+            self._kv_cache.count_lookup(sequence.num_tokens, sequence.num_computed_tokens)
         return True
 
     def _key(self, sequence: Sequence, now: float) -> tuple[float, int]:

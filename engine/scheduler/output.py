@@ -26,18 +26,3 @@ class SchedulerUpdate:
 
     outputs: tuple[SequenceOutput, ...] = ()
     progress: tuple[PrefillProgress, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueCounts:
-    """Numbers of requests by state, and running totals since start in tokens."""
-
-    running: int
-    waiting: int
-    waiting_for_remote_kv: int
-    waiting_prefill_tokens: int  # uncached tokens still to compute here, running and waiting
-    num_preemptions: int
-    prompt_tokens_total: int  # prompt tokens computed here; those recomputed after preemption count once
-    generation_tokens_total: int  # tokens sampled here
-    prefix_cache_queries_total: int  # tokens looked up when a request was first admitted
-    prefix_cache_hits_total: int  # tokens found then

@@ -20,6 +20,7 @@ finishes or fails, and count towards ``max_num_seqs`` so that each can run as so
 
 from __future__ import annotations
 
+from cluster.load import QueueLoad
 from cluster.messages import FinishReason, TokenLogprobs
 from engine.batch import Batch, ScheduledSequence
 from engine.kv_cache.kv_cache_manager import KvCacheManager
@@ -27,7 +28,7 @@ from engine.new_request import NewRequest
 from engine.scheduler.admission import Admission
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.errors import QueueFullError, RequestStateError
-from engine.scheduler.output import QueueCounts, SchedulerOutput, SchedulerUpdate
+from engine.scheduler.output import SchedulerOutput, SchedulerUpdate
 from engine.scheduler.queues import SequenceQueues
 from engine.scheduler.request_limits import check_request
 from engine.scheduler.sequence_outputs import FINISH_REASONS, error_output, token_output
@@ -67,8 +68,8 @@ class Scheduler:
         self._step_in_flight = False
         self._num_arrived = 0
         self._num_preemptions = 0
-        self._prompt_tokens_total = 0
-        self._generation_tokens_total = 0
+        self.prompt_tokens_total = 0  # computed here or found in the cache; recomputed ones count once
+        self.generation_tokens_total = 0  # sampled here
 
     # --- requests ------------------------------------------------------------------------------------------
 
@@ -167,20 +168,16 @@ class Scheduler:
         """Whether a step might have something to do: requests that wait for a peer do not count."""
         return bool(self._queues.running or self._queues.waiting)
 
-    def counts(self) -> QueueCounts:
+    def load(self) -> QueueLoad:
         """Lengths of the queues, and totals."""
-        return QueueCounts(
+        return QueueLoad(
             running=len(self._queues.running),
             waiting=len(self._queues.waiting),
             waiting_for_remote_kv=len(self._queues.reserved),
             waiting_prefill_tokens=self._admission.num_prefill_tokens(
                 self._queues.running.values(), self._queues.waiting.values()
             ),
-            num_preemptions=self._num_preemptions,
-            prompt_tokens_total=self._prompt_tokens_total,
-            generation_tokens_total=self._generation_tokens_total,
-            prefix_cache_queries_total=self._admission.prefix_cache_queries_total,
-            prefix_cache_hits_total=self._admission.prefix_cache_hits_total,
+            preemptions_total=self._num_preemptions,
         )
 
     # --- one step ------------------------------------------------------------------------------------------
@@ -235,7 +232,7 @@ class Scheduler:
             if sequence.prefill_only:
                 progress.append(self._progress(sequence, is_first_chunk))
             if token is not None:
-                self._generation_tokens_total += 1
+                self.generation_tokens_total += 1
                 outputs.append(self._append_token(sequence, token))
         return SchedulerUpdate(outputs=tuple(outputs), progress=tuple(progress))
 
@@ -341,7 +338,7 @@ class Scheduler:
         self.kv_cache.register_computed(sequence)
         counted = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         if counted > sequence.num_prompt_tokens_counted:
-            self._prompt_tokens_total += counted - sequence.num_prompt_tokens_counted
+            self.prompt_tokens_total += counted - sequence.num_prompt_tokens_counted
             sequence.num_prompt_tokens_counted = counted
         return is_first
 

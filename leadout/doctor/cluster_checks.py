@@ -124,4 +124,4 @@ def _stuck_blocks(
 
 
 def _quarantined(workers: Sequence[Worker]) -> dict[str, int]:
-    return {one["id"]: count for one in workers if (count := one["load"].get("kv_blocks_quarantined", 0))}
+    return {one["id"]: count for one in workers if (count := one["load"]["kv"]["blocks_quarantined"])}

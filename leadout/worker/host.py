@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 from cluster.clock import Clock
 from cluster.config.settings import LeadoutConfig
+from cluster.load import LoadReport, WorkerState
 from cluster.malformed import MalformedMessage
-from cluster.members import LoadReport, Members, ModelIdentity, Role, WorkerRecord, WorkerState
+from cluster.members import Members, ModelIdentity, Role, WorkerRecord
 from cluster.messages import Message
 from cluster.metrics import WorkerMetrics
 from cluster.problem_log import ProblemLog

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.members import LoadReport
+from cluster.load import LoadReport
 from cluster.messages import Drain
 from router.api.errors import ApiError
 from router.cluster_view import WorkerUnreachableError
@@ -87,7 +87,8 @@ def _if_drained(services: RouterServices, worker: WorkerView) -> str:
 
 def _worker(services: RouterServices, worker: WorkerView) -> dict[str, Any]:
     record = worker.record
-    load = worker.load or LoadReport()
+    load = msgspec.to_builtins(worker.load or LoadReport())
+    del load["steps"]["recent"]  # for the planner, not for people
     return {
         "id": record.id,
         "incarnation": record.incarnation,
@@ -100,7 +101,7 @@ def _worker(services: RouterServices, worker: WorkerView) -> dict[str, Any]:
         "dtype": record.model.dtype,
         "kernels": record.model.kernels,
         "state": worker.state,
-        "load": msgspec.to_builtins(load),
+        "load": load,
         "router": {
             "in_flight": worker.num_in_flight,
             "kv_blocks_indexed": services.view.kv_index.num_blocks(record.id),

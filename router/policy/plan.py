@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.members import WorkerState
+from cluster.load import WorkerState
 
 
 @dataclass(frozen=True, kw_only=True)

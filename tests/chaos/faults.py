@@ -77,6 +77,7 @@ def wait_until_busy(cluster: RunningCluster, process: str, *, num_requests: int 
 
 def _is_busy(cluster: RunningCluster, worker: str, num_requests: int) -> bool:
     return any(
-        one["id"] == worker and one["load"]["running"] + one["load"]["handoffs_active"] >= num_requests
+        one["id"] == worker
+        and one["load"]["queue"]["running"] + sum(one["load"]["handoffs"].values()) >= num_requests
         for one in cluster.workers()
     )

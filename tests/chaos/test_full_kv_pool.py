@@ -19,10 +19,12 @@ def test_answers_are_right_when_the_pool_is_full() -> None:
     undisturbed = undisturbed_answers(cluster.url, requests)
     cluster.wait_until_idle()
     with SteadyLoad(cluster.url, requests, num_clients=8) as load:
-        cluster.wait_until(lambda: any(one["load"]["waiting_for_remote_kv"] for one in cluster.workers()))
+        cluster.wait_until(
+            lambda: any(one["load"]["queue"]["waiting_for_remote_kv"] for one in cluster.workers())
+        )
         load.wait_for_more(12)
         answers = load.finish()
     check_answers(answers, undisturbed)
-    assert sum(one["load"]["num_preemptions"] for one in cluster.workers()) > 0
+    assert sum(one["load"]["queue"]["preemptions_total"] for one in cluster.workers()) > 0
     cluster.wait_until_idle()
     assert cluster.stop() == 0

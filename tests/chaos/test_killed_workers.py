@@ -97,14 +97,14 @@ def test_a_frozen_prefill_workers_targets_stay_in_quarantine(cluster: RunningClu
     client = http.client.HTTPConnection(cluster.url.removeprefix("http://"))
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "cache_salt": f"frozen, then {end}"}
     client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    cluster.wait_until(lambda: blocks(cluster, "decode-0", "kv_blocks_reserved") > 0)
+    cluster.wait_until(lambda: blocks(cluster, "decode-0", "blocks_reserved") > 0)
     with frozen(cluster, "prefill-0") as pid:
         client.close()  # it leaves
-        cluster.wait_until(lambda: blocks(cluster, "decode-0", "kv_blocks_quarantined") > 0)
-        quarantined = blocks(cluster, "decode-0", "kv_blocks_quarantined")
+        cluster.wait_until(lambda: blocks(cluster, "decode-0", "blocks_quarantined") > 0)
+        quarantined = blocks(cluster, "decode-0", "blocks_quarantined")
         cluster.wait_until(lambda: len(cluster.workers()) == 1)  # its lease has ended
         time.sleep(LEASE_S)  # whatever the decode worker's timers would do by now
-        assert blocks(cluster, "decode-0", "kv_blocks_quarantined") == quarantined
+        assert blocks(cluster, "decode-0", "blocks_quarantined") == quarantined
         if end == "is killed":
             os.kill(pid, signal.SIGKILL)
             cluster.wait_until(lambda: cluster.pids().get("prefill-0") != pid)

@@ -8,9 +8,9 @@ from typing import cast
 
 from cluster.clock import ManualClock
 from cluster.kv_layout import KvLayout
+from cluster.load import LoadReport
 from cluster.malformed import MalformedMessage
 from cluster.members import (
-    LoadReport,
     Members,
     ModelIdentity,
     RouterRecord,

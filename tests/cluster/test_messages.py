@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.members import PROTOCOL_VERSION, LinkReport, LoadReport
+from cluster.load import KvLoad, LinkReport, LoadReport, QueueLoad, StepLoad, StepSample
+from cluster.members import PROTOCOL_VERSION
 from cluster.messages import (
     Cancel,
     Drain,
@@ -84,7 +85,11 @@ def sealed(**fields: Any) -> Sealed:
         ),
         LoadUpdate(
             load=LoadReport(
-                handoffs={"fencing": 2}, links=(LinkReport(peer="d0", probe_gbps=4.5, gbps=0.25),)
+                queue=QueueLoad(running=3),
+                kv=KvLoad(blocks_free=4),
+                steps=StepLoad(steps_total=9, recent=(StepSample(5, 60, 2, 7.5), StepSample(1, 61, 1, 2.5))),
+                handoffs={"fencing": 2},
+                links=(LinkReport(peer="d0", probe_gbps=4.5, gbps=0.25),),
             )
         ),
     ],

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from cluster import worker_shell
-from cluster.members import LoadReport
+from cluster.load import KvLoad, LoadReport, QueueLoad
 from cluster.messages import Cancel, Drain, KvEvents, Subscribe
 from cluster.registry import RegistryUnavailableError
 from cluster.sequence_spec import RequestKey
@@ -209,7 +209,7 @@ async def test_loads_go_to_subscribers_only(harness: Harness) -> None:
     one, two = await harness.subscribed("r1"), await harness.subscribed("r2")
     stranger = harness.router("r3")
     await harness.heard(stranger)
-    load = LoadReport(state="ready", running=3, kv_blocks_free=17)
+    load = LoadReport(state="ready", queue=QueueLoad(running=3), kv=KvLoad(blocks_free=17))
     harness.shell.publish_load(load)
     harness.shell.publish_kv_events([block(1)], [])
     for router in (one, two, stranger):
@@ -222,7 +222,7 @@ async def test_a_new_subscriber_is_told_the_last_load_at_once(harness: Harness) 
     """Until the next report it could plan nothing on this worker."""
     await harness.subscribed("r1")
     harness.shell.publish_load(LoadReport(state="starting"))
-    load = LoadReport(state="ready", running=2)
+    load = LoadReport(state="ready", queue=QueueLoad(running=2))
     harness.shell.publish_load(load)
     late = await harness.subscribed("r2")
     await harness.arrived(late)

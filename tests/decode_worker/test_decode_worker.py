@@ -109,7 +109,7 @@ class Bench:
     @property
     def free_blocks(self) -> bool:
         load = self.decode.engine.load()
-        return load.kv_blocks_free == load.kv_blocks_total
+        return load.kv.blocks_free == load.kv.blocks_total
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_reserve_stream_seal_activate(bench: Bench) -> None:
     assert prefill.first_block == 0
     assert len(prefill.block_ids) == 3
     assert prefill.prefill_incarnation == bench.prefill.peer.incarnation
-    assert bench.decode.engine.load().kv_blocks_reserved == 3
+    assert bench.decode.engine.load().kv.blocks_reserved == 3
     bench.fill()
     bench.seal()
     assert bench.tokens() == oracle(PROMPT, greedy(4, ignore_eos=True))
@@ -181,7 +181,7 @@ def test_when_a_prefill_worker_fails_the_router_is_asked_to_plan_anew(bench: Ben
     )
     assert output.timings is None
     may_still_write = how in ("broken connection", "silent")
-    assert bench.decode.engine.load().kv_blocks_quarantined == (3 if may_still_write else 0)
+    assert bench.decode.engine.load().kv.blocks_quarantined == (3 if may_still_write else 0)
     assert len(bench.sent(Cancel)) == may_still_write
     if may_still_write:
         bench.arrive(bench.prefill.peer, HandoffFenced(key=RequestKey("r", 1)))
@@ -195,7 +195,7 @@ def test_what_has_landed_is_kept_for_the_next_attempt(bench: Bench) -> None:
     bench.progress(num_landed_blocks=2)
     bench.role.remote_prefills.on_unreachable(bench.prefill.peer)
     bench.run()
-    assert bench.decode.engine.load().kv_blocks_quarantined == 1, "landed blocks are not written again"
+    assert bench.decode.engine.load().kv.blocks_quarantined == 1, "landed blocks are not written again"
     bench.generate(attempt=2)
     again = bench.sent(Prefill)[-1]
     assert isinstance(again, Prefill)
@@ -215,7 +215,7 @@ def test_a_writer_that_is_heard_of_keeps_its_lease(bench: Bench) -> None:
         bench.role.on_tick()
     bench.run()
     assert bench.outputs() == []
-    assert bench.decode.engine.load().kv_blocks_reserved == 3
+    assert bench.decode.engine.load().kv.blocks_reserved == 3
 
 
 def test_a_handoff_that_only_the_prefill_worker_knows_is_cancelled(bench: Bench) -> None:
@@ -251,11 +251,11 @@ def test_cancelled_blocks_stay_in_quarantine_until_the_writer_has_stopped(bench:
     bench.generate()
     bench.arrive(ROUTER, Cancel(key=RequestKey("r", 1)))
     assert len(bench.sent(Cancel)) == 1
-    assert bench.decode.engine.load().kv_blocks_quarantined == 3
+    assert bench.decode.engine.load().kv.blocks_quarantined == 3
     bench.world.clock.advance(3600)  # no timer frees them
     bench.role.on_tick()
     bench.run()
-    assert bench.decode.engine.load().kv_blocks_quarantined == 3
+    assert bench.decode.engine.load().kv.blocks_quarantined == 3
     if how == "fenced":
         bench.arrive(bench.prefill.peer, HandoffFenced(key=RequestKey("r", 1)))
     elif how == "sealed":
@@ -287,7 +287,7 @@ def test_a_seal_of_another_life_is_dropped(bench: Bench) -> None:
     bench.generate()
     bench.seal(incarnation=77)
     assert bench.tokens() == []
-    assert bench.decode.engine.load().kv_blocks_reserved == 3
+    assert bench.decode.engine.load().kv.blocks_reserved == 3
 
 
 def test_a_first_token_that_does_not_exist_fails_the_request_and_frees_its_blocks(bench: Bench) -> None:
@@ -309,7 +309,7 @@ def test_the_deadline_ends_a_request_with_an_error(bench: Bench) -> None:
     (output,) = bench.outputs()
     assert output.error is not None
     assert output.error.code == "deadline_exceeded"
-    assert bench.decode.engine.load().kv_blocks_quarantined == 3
+    assert bench.decode.engine.load().kv.blocks_quarantined == 3
 
 
 def test_a_request_that_comes_twice_or_after_its_cancel_runs_once_or_never(bench: Bench) -> None:
@@ -327,7 +327,7 @@ def test_a_newer_attempt_replaces_the_older(bench: Bench) -> None:
     bench.generate(attempt=2, prefill_worker=None)
     assert {output.key.attempt for output in bench.outputs()} == {2}
     assert bench.tokens() == oracle(PROMPT, greedy(4, ignore_eos=True))
-    assert bench.decode.engine.load().kv_blocks_quarantined == 3
+    assert bench.decode.engine.load().kv.blocks_quarantined == 3
 
 
 @pytest.mark.parametrize("prefill_worker", [None, "prefill-0"])
@@ -355,7 +355,7 @@ def test_a_lost_router_frees_its_requests_only(bench: Bench) -> None:
     )
     bench.role.on_router_lost("router-0", 1)
     bench.run()
-    assert bench.decode.engine.load().kv_blocks_quarantined == 3
+    assert bench.decode.engine.load().kv.blocks_quarantined == 3
     assert [output.key.request_id for output in bench.outputs() if output.finish_reason] == ["other"]
 
 
@@ -377,7 +377,7 @@ def test_a_worker_that_ends_leaves_its_requests_to_others(bench: Bench) -> None:
     errors = {output.key.request_id: output.error for output in bench.outputs() if output.error is not None}
     assert sorted(errors) == ["local", "remote"]
     assert all(error.code == "draining" and error.retryable for error in errors.values())
-    assert bench.decode.engine.load().kv_blocks_quarantined == 1, "the prefill worker may still write"
+    assert bench.decode.engine.load().kv.blocks_quarantined == 1, "the prefill worker may still write"
     bench.arrive(bench.prefill.peer, HandoffFenced(key=RequestKey("remote", 1)))
     assert bench.free_blocks
     assert bench.role.num_active == 0

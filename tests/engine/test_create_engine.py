@@ -84,7 +84,7 @@ def test_everything_the_process_must_know(tiny: ModelSource) -> None:
     assert created.kv_layout.block_bytes == BLOCK_BYTES
     assert created.storage.layout == created.kv_layout
     assert created.storage.num_blocks == 40
-    assert created.engine.load().kv_blocks_total == 39, "block 0 is nobody's"
+    assert created.engine.load().kv.blocks_total == 39, "block 0 is nobody's"
 
 
 def test_it_generates_what_the_model_says(tiny: ModelSource) -> None:

@@ -82,7 +82,7 @@ def test_preempted_requests_give_the_same_tokens() -> None:
     sampling = greedy(20, ignore_eos=True)
     prompts = {f"r{index}": [(index * 5 + i) % 20 for i in range(9)] for index in range(4)}
     collector = run(engine, *(new_request(name, prompt, sampling) for name, prompt in prompts.items()))
-    assert engine.load().num_preemptions > 0
+    assert engine.load().queue.preemptions_total > 0
     for name, prompt in prompts.items():
         assert collector.tokens[name] == oracle(prompt, sampling), name
 
@@ -99,7 +99,7 @@ def test_an_activated_request_that_is_preempted_is_computed_here() -> None:
     engine.activate("remote", oracle(PROMPT, sampling)[0])
     while engine.has_work():
         reservations += collector.step().reservations
-    assert engine.load().num_preemptions > 0
+    assert engine.load().queue.preemptions_total > 0
     assert len(reservations) == 1
     assert collector.tokens["remote"] == oracle(PROMPT, sampling)
 
@@ -112,7 +112,7 @@ def test_an_abort_after_the_first_token_ended_a_request_silences_it() -> None:
     engine.activate("r", 5)
     assert not engine.abort("r")  # it has ended, only nobody was told yet
     assert engine.step(0.1).outputs == ()
-    assert engine.load().kv_blocks_free == engine.load().kv_blocks_total
+    assert engine.load().kv.blocks_free == engine.load().kv.blocks_total
 
 
 def test_prefill_only_reports_progress_and_holds_its_blocks() -> None:
@@ -122,10 +122,10 @@ def test_prefill_only_reports_progress_and_holds_its_blocks() -> None:
     assert [one.num_computed_tokens for one in progress] == [8, 14]
     assert [one.is_first_chunk for one in progress] == [True, False]
     assert collector.tokens["p"] == oracle(PROMPT, greedy())[:1]
-    assert engine.load().kv_blocks_held == 4
+    assert engine.load().kv.blocks_pinned == 4
     assert runner.kv[list(progress[-1].block_ids)].flatten()[:14].tolist() == PROMPT
     assert engine.release("p")
-    assert engine.load().kv_blocks_free == engine.load().kv_blocks_total
+    assert engine.load().kv.blocks_free == engine.load().kv.blocks_total
 
 
 def test_quarantined_blocks_are_not_reused_until_released() -> None:
@@ -133,13 +133,13 @@ def test_quarantined_blocks_are_not_reused_until_released() -> None:
     engine.add_request(new_request("r", PROMPT, remote_prefill=True), 0.0)
     (reservation,) = engine.step(0.0).reservations
     assert engine.abort("r", quarantine=True)
-    assert engine.load().kv_blocks_quarantined == 4
+    assert engine.load().kv.blocks_quarantined == 4
     run(engine, new_request("next", [2] * 9, greedy(6, ignore_eos=True)))
     used = {block for batch in runner.batches for part in batch.sequences for block in part.block_ids}
     assert used
     assert not used & set(reservation.block_ids)
     assert engine.release_quarantined("r")
-    assert engine.load().kv_blocks_quarantined == 0
+    assert engine.load().kv.blocks_quarantined == 0
 
 
 def test_without_prefix_caching_nothing_is_found_or_announced() -> None:
@@ -193,7 +193,7 @@ def test_what_a_failed_peer_wrote_is_found_by_the_next_attempt(quarantine: bool)
     engine.give_up_remote("r#0", 9, "the peer died", quarantine=quarantine)
     (output,) = engine.step(0.1).outputs
     assert (output.finish_reason, output.error) == ("error", "the peer died")
-    assert engine.load().kv_blocks_quarantined == (1 if quarantine else 0)
+    assert engine.load().kv.blocks_quarantined == (1 if quarantine else 0)
     engine.add_request(new_request("r#1", prompt, remote_prefill=True), 0.2)
     (again,) = engine.step(0.2).reservations
     assert again.num_cached_tokens == 8
@@ -204,3 +204,20 @@ def test_what_a_failed_peer_wrote_is_found_by_the_next_attempt(quarantine: bool)
         engine.give_up_remote("r#0", 0, "again", quarantine=False)
     with pytest.raises(ValueError, match="num_landed_tokens of request r#1 is 12"):
         engine.give_up_remote("r#1", 12, "too much", quarantine=False)
+
+
+def test_the_load_tells_steps_and_what_the_prefix_cache_found() -> None:
+    engine, _runner = make_engine()
+    run(engine, new_request("first", PROMPT, greedy(3, ignore_eos=True)))
+    first = engine.load()
+    assert (first.kv.prefix_queries_total, first.kv.prefix_hits_total) == (len(PROMPT), 0)
+    assert [sample.num_tokens for sample in first.steps.recent] == [len(PROMPT), 1, 1]
+    assert [sample.num_context_tokens for sample in first.steps.recent] == [
+        len(PROMPT) + step for step in range(3)
+    ]
+    run(engine, new_request("again", PROMPT, greedy(1)))
+    again = engine.load()
+    cached = (len(PROMPT) - 1) // 4 * 4  # in whole blocks, and the last token is computed
+    assert (again.kv.prefix_queries_total, again.kv.prefix_hits_total) == (2 * len(PROMPT), cached)
+    assert again.steps.recent[-1].num_tokens == len(PROMPT) - cached
+    assert again.steps.steps_total == first.steps.steps_total + 1

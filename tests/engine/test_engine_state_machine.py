@@ -276,12 +276,12 @@ class EngineMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         self.engine.check_invariants()
         load = self.engine.load()
-        assert load.kv_blocks_total == NUM_BLOCKS - 1
-        assert 0 <= load.kv_blocks_cached <= load.kv_blocks_free <= load.kv_blocks_total
+        assert load.kv.blocks_total == NUM_BLOCKS - 1
+        assert 0 <= load.kv.blocks_cached <= load.kv.blocks_free <= load.kv.blocks_total
         assert load.waiting_for_remote_kv == len(self._reserved())
-        assert (load.kv_blocks_reserved > 0) == bool(self._reserved())
-        assert (load.kv_blocks_quarantined > 0) == bool(self.quarantined)
-        assert (load.kv_blocks_held > 0) == bool(self.held)
+        assert (load.kv.blocks_reserved > 0) == bool(self._reserved())
+        assert (load.kv.blocks_quarantined > 0) == bool(self.quarantined)
+        assert (load.kv.blocks_pinned > 0) == bool(self.held)
 
     def teardown(self) -> None:
         for _ in range(3000):
@@ -298,9 +298,10 @@ class EngineMachine(RuleBasedStateMachine):
             self._release(request_id)
         assert not self.live, f"never finished: {self.live}"
         load = self.engine.load()
-        assert load.kv_blocks_free == load.kv_blocks_total
-        assert load.running == load.waiting == load.waiting_for_remote_kv == 0
-        assert load.kv_blocks_held == load.kv_blocks_reserved == load.kv_blocks_quarantined == 0
+        assert load.kv.blocks_free == load.kv.blocks_total
+        queue, kv = load.queue, load.kv
+        assert queue.running == queue.waiting == queue.waiting_for_remote_kv == 0
+        assert kv.blocks_pinned == kv.blocks_reserved == kv.blocks_quarantined == 0
 
 
 EngineMachine.TestCase.settings = settings(

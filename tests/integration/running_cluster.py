@@ -113,22 +113,14 @@ class RunningCluster:
         """Blocks that are not free on workers without requests, and why; empty if nothing is leaked."""
         leaks = {}
         for worker in self.workers():
-            load = worker["load"]
+            queue, kv = worker["load"]["queue"], worker["load"]["kv"]
             counts = {
-                name: load[name]
-                for name in (
-                    "running",
-                    "waiting",
-                    "waiting_for_remote_kv",
-                    "kv_blocks_reserved",
-                    "kv_blocks_pinned",
-                    "kv_blocks_quarantined",
-                    "handoffs_active",
-                )
-                if load[name]
+                **{name: queue[name] for name in ("running", "waiting", "waiting_for_remote_kv")},
+                **{name: kv[name] for name in ("blocks_reserved", "blocks_pinned", "blocks_quarantined")},
+                "blocks_used": kv["blocks_total"] - kv["blocks_free"],
+                "handoffs": sum(worker["load"]["handoffs"].values()),
             }
-            if load["kv_blocks_free"] != load["kv_blocks_total"]:
-                counts["used"] = load["kv_blocks_total"] - load["kv_blocks_free"]
+            counts = {name: count for name, count in counts.items() if count}
             if counts:
                 leaks[worker["id"]] = counts
         return leaks

@@ -76,7 +76,7 @@ def test_one_prefill_and_one_decode_worker(
         assert answer(cluster, body) == expected, body
     cluster.wait_until_idle()
     by_id = {worker["id"]: worker["load"] for worker in cluster.workers()}
-    assert by_id["prefill-0"]["prompt_tokens_total"] > 2000  # the long prompt was computed there
+    assert by_id["prefill-0"]["steps"]["prompt_tokens_total"] > 2000  # the long prompt was computed there
 
 
 def test_two_prefill_and_two_decode_workers_all_short_prompts_at_once(
@@ -97,7 +97,7 @@ def test_a_prompt_computed_there_and_here_in_the_other_formats(dtype: str) -> No
     prompts = [{**PROMPTS[index], "max_tokens": 8} for index in (1, 3, 5, 7)]
     there = [answer(cluster, body) for body in prompts]
     loads = {worker["id"]: worker["load"] for worker in cluster.workers()}
-    assert loads["prefill-0"]["prompt_tokens_total"] > 100
+    assert loads["prefill-0"]["steps"]["prompt_tokens_total"] > 100
     drained = httpx.post(f"{cluster.url}/cluster/workers/prefill-0/drain", json={"force": True}, timeout=60)
     assert drained.status_code == 202, drained.text
     cluster.wait_until(lambda: [worker["id"] for worker in cluster.workers()] == ["decode-0"], 60)

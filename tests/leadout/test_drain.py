@@ -12,11 +12,13 @@ from leadout.drain import run_drain
 from leadout.errors import UserError
 from tests.leadout.http_server import Answer, Request, as_json, scripted_server
 
-LOAD = {"running": 2, "waiting": 1, "waiting_for_remote_kv": 3, "handoffs_active": 3}
 
-
-def _worker(incarnation: int = 5, **load: int) -> dict[str, Any]:
-    return {"id": "decode-0", "incarnation": incarnation, "state": "draining", "load": {**LOAD, **load}}
+def _worker(incarnation: int = 5, running: int = 2) -> dict[str, Any]:
+    load = {
+        "queue": {"running": running, "waiting": 1, "waiting_for_remote_kv": 3},
+        "handoffs": {"streaming": 2, "active": 1},
+    }
+    return {"id": "decode-0", "incarnation": incarnation, "state": "draining", "load": load}
 
 
 def _router(states: list[list[dict[str, Any]]]) -> Callable[[Request], Answer]:

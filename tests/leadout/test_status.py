@@ -12,18 +12,20 @@ from leadout.status import run_status, state_table, wide_console
 from tests.leadout.http_server import Answer, as_json, scripted_server
 
 
-def _worker(name: str, role: str, state: str = "ready", **load: int) -> dict[str, Any]:
-    counts = {
-        "running": 0,
-        "waiting": 0,
-        "waiting_for_remote_kv": 0,
-        "kv_blocks_free": 0,
-        "kv_blocks_total": 0,
-        "kv_blocks_reserved": 0,
-        "kv_blocks_pinned": 0,
-        "kv_blocks_quarantined": 0,
+def _worker(
+    name: str,
+    role: str,
+    state: str = "ready",
+    *,
+    queue: tuple[int, int, int] = (0, 0, 0),
+    kv: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
+) -> dict[str, Any]:
+    kinds = ("free", "total", "reserved", "pinned", "quarantined")
+    load = {
+        "queue": dict(zip(("running", "waiting", "waiting_for_remote_kv"), queue, strict=True)),
+        "kv": {f"blocks_{kind}": count for kind, count in zip(kinds, kv, strict=True)},
     }
-    return {"id": name, "role": role, "state": state, "pid": 100, "load": {**counts, **load}}
+    return {"id": name, "role": role, "state": state, "pid": 100, "load": load}
 
 
 def _state(*workers: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -43,18 +45,7 @@ def _status_of(state: dict[str, Any], **options: Any) -> int:
 
 
 def test_a_row_for_each_process(capsys: pytest.CaptureFixture[str]) -> None:
-    busy = _worker(
-        "decode-0",
-        "decode",
-        running=1,
-        waiting=2,
-        waiting_for_remote_kv=30,
-        kv_blocks_free=4,
-        kv_blocks_total=500,
-        kv_blocks_reserved=6,
-        kv_blocks_pinned=7,
-        kv_blocks_quarantined=8,
-    )
+    busy = _worker("decode-0", "decode", queue=(1, 2, 30), kv=(4, 500, 6, 7, 8))
     wide_console().print(state_table(_state(_worker("prefill-0", "prefill", "starting"), busy)))
     header, *rows = _rows(capsys.readouterr().out)
     assert " ".join(header) == (

@@ -78,7 +78,7 @@ def bench() -> Bench:
 
 def free_everywhere(worker: Worker) -> bool:
     load = worker.engine.load()
-    return load.kv_blocks_free == load.kv_blocks_total
+    return load.kv.blocks_free == load.kv.blocks_total
 
 
 def test_chunks_are_pushed_as_they_finish_and_sealed_after_the_last_has_landed(bench: Bench) -> None:
@@ -126,7 +126,7 @@ def test_a_cancel_is_confirmed_only_after_the_write_under_way_has_ended(bench: B
     bench.arrive(Cancel(key=RequestKey("r", 1)))
     bench.run()
     assert bench.answers() == []
-    pinned = bench.prefill.engine.load().kv_blocks_held
+    pinned = bench.prefill.engine.load().kv.blocks_pinned
     assert pinned >= 2, "blocks that are being read were freed"
     bench.land_all()
     assert bench.answers() == [HandoffFenced(key=RequestKey("r", 1))]

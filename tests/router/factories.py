@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.kv_layout import KvLayout
-from cluster.members import LoadReport, ModelIdentity, TransportEndpoint, WorkerRecord
+from cluster.load import KvLoad, LoadReport, QueueLoad, WorkerState
+from cluster.members import ModelIdentity, TransportEndpoint, WorkerRecord
 from cluster.messages import Envelope, Message
 from router.policy.plan import WorkerSnapshot
 
@@ -45,9 +46,9 @@ def worker_record(worker_id: str, role: str = "decode", incarnation: int = 1, **
     return WorkerRecord(**(values | fields))
 
 
-def load_report(**fields: Any) -> LoadReport:
-    values: dict[str, Any] = {"state": "ready", "kv_blocks_total": 100, "kv_blocks_free": 100}
-    return LoadReport(**(values | fields))
+def load_report(state: WorkerState = "ready", *, num_blocks: int = 100, **queue: int) -> LoadReport:
+    kv = KvLoad(blocks_total=num_blocks, blocks_free=num_blocks)
+    return LoadReport(state=state, kv=kv, queue=QueueLoad(**queue))
 
 
 def worker_snapshot(worker_id: str, **fields: Any) -> WorkerSnapshot:

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from cluster.members import LoadReport, WorkerRecord
+from cluster.load import LoadReport
+from cluster.members import WorkerRecord
 from cluster.messages import (
     Cancel,
     Generate,

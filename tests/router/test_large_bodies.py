@@ -29,7 +29,7 @@ BODIES = {
 @pytest.fixture
 def large_model(make_worker: MakeWorker) -> ScriptedWorker:
     worker = make_worker(script=answer([EOS]), model={"max_model_len": 8192})
-    worker.load = load_report(kv_blocks_total=10_000, kv_blocks_free=10_000)
+    worker.load = load_report(num_blocks=10_000)
     return worker
 
 

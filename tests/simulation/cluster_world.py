@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cluster.members import Role, WorkerRecord, WorkerState
+from cluster.load import WorkerState
+from cluster.members import Role, WorkerRecord
 from cluster.messages import Envelope, KvEvents, LoadUpdate, Message, Subscribe
 from cluster.rpc import RpcError
 from cluster.sequence_spec import SequenceSpec

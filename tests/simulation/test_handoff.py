@@ -200,7 +200,7 @@ class HandoffMachine(RuleBasedStateMachine):
                 assert answer.tokens == wanted, name
         for worker in self.world.workers.values():
             load = worker.engine.load()
-            assert load.kv_blocks_free == load.kv_blocks_total, (worker.peer, load)
+            assert load.kv.blocks_free == load.kv.blocks_total, (worker.peer, load)
             assert worker.role.num_active == 0, worker.peer
             if isinstance(worker.role, DecodeWorker):
                 assert len(worker.role.remote_prefills.ledger) == 0

@@ -79,7 +79,7 @@ class Walk:
             self.world.counts[f"handoffs: {outcome.value}"] += count
         for worker in self.world.workers.values():
             self.world.counts["checksum mismatches"] += len(worker.corrupted)
-            self.world.counts["preemptions"] += worker.engine.load().num_preemptions
+            self.world.counts["preemptions"] += worker.engine.load().queue.preemptions_total
         return self.world.counts
 
     # --- what mostly happens ---
@@ -236,7 +236,7 @@ class Walk:
             assert outcome is not None
             self.world.counts[f"handoffs: {outcome.value}"] += count
         self.world.counts["checksum mismatches"] += len(gone.corrupted)
-        self.world.counts["preemptions"] += gone.engine.load().num_preemptions
+        self.world.counts["preemptions"] += gone.engine.load().queue.preemptions_total
         self.world.start(name, WORKERS[name])
 
     def router_fault(self) -> None:
@@ -305,7 +305,7 @@ class Walk:
         return all(client.ending for client in self.world.clients.values()) and all(
             worker.role.num_active == 0
             and not worker.loop.commands
-            and worker.engine.load().kv_blocks_free == worker.engine.load().kv_blocks_total
+            and worker.engine.load().kv.blocks_free == worker.engine.load().kv.blocks_total
             for worker in self.world.workers.values()
         )
 
@@ -313,7 +313,7 @@ class Walk:
         for worker in self.world.workers.values():
             assert isinstance(worker, ClusterWorker)
             load = worker.engine.load()
-            assert load.kv_blocks_free == load.kv_blocks_total, (worker.peer, load)
+            assert load.kv.blocks_free == load.kv.blocks_total, (worker.peer, load)
             assert len(worker.ledger) == 0, worker.peer
             assert worker.role.num_active == 0, worker.peer
             if isinstance(worker.role, DecodeWorker):

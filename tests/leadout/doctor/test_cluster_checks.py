@@ -11,8 +11,15 @@ from leadout.doctor.cluster_checks import check_cluster, judge_link
 from tests.leadout.http_server import as_json, scripted_server
 
 
-def _worker(name: str, role: str, state: str = "ready", **load: Any) -> dict[str, Any]:
-    return {"id": name, "role": role, "state": state, "load": {"kv_blocks_quarantined": 0, **load}}
+def _worker(
+    name: str, role: str, state: str = "ready", num_quarantined: int = 0, **load: Any
+) -> dict[str, Any]:
+    return {
+        "id": name,
+        "role": role,
+        "state": state,
+        "load": {"kv": {"blocks_quarantined": num_quarantined}, **load},
+    }
 
 
 def _check(*answers: dict[str, Any], stuck_after_s: float = 0.05) -> dict[str, Finding]:
@@ -80,8 +87,8 @@ def test_workers_that_do_not_fit_together() -> None:
 def test_blocks_that_stay_in_quarantine_and_blocks_that_come_back() -> None:
     def quarantined(one: int, other: int) -> dict[str, Any]:
         return _state(
-            _worker("d", "decode", kv_blocks_quarantined=one),
-            _worker("e", "decode", kv_blocks_quarantined=other),
+            _worker("d", "decode", num_quarantined=one),
+            _worker("e", "decode", num_quarantined=other),
         )
 
     finding = _check(quarantined(7, 2), quarantined(5, 0))["quarantine"]

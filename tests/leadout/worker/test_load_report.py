@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.members import LinkReport
+from cluster.load import KvLoad, LinkReport, Load, LoadReport, QueueLoad, StepLoad, StepSample
 from cluster.sequence_spec import RequestKey
-from engine.step_result import EngineLoad
 from kv_transfer.handoff import HandoffEvent
 from kv_transfer.handoff_ledger import HandoffLedger
 from kv_transfer.transport import Peer, PeerInfo
@@ -36,49 +35,29 @@ def link(peer: str, probe_gbps: float, link_gbps: float) -> PeerInfo:
     )
 
 
-def test_the_engine_s_numbers() -> None:
-    load = EngineLoad(
-        running=1,
-        waiting=2,
-        waiting_for_remote_kv=3,
-        waiting_prefill_tokens=4,
-        kv_blocks_total=5,
-        kv_blocks_free=6,
-        kv_blocks_cached=7,
-        kv_blocks_reserved=8,
-        kv_blocks_held=9,
-        kv_blocks_quarantined=10,
-        num_preemptions=11,
-        step_ms=12.5,
-        prompt_tokens_total=13,
-        generation_tokens_total=14,
+def test_the_engine_s_load_is_taken_whole() -> None:
+    load = Load(
+        queue=QueueLoad(running=1, waiting=2),
+        kv=KvLoad(blocks_total=5),
+        steps=StepLoad(steps_total=7, recent=(StepSample(3, 40, 2, 12.5),)),
     )
     report = load_report(load, "ready", HandoffLedger(), ())
-    assert report.state == "ready"
-    assert (report.running, report.waiting, report.waiting_for_remote_kv) == (1, 2, 3)
-    assert report.waiting_prefill_tokens == 4
-    assert (report.kv_blocks_total, report.kv_blocks_free, report.kv_blocks_cached) == (5, 6, 7)
-    assert (report.kv_blocks_reserved, report.kv_blocks_pinned, report.kv_blocks_quarantined) == (8, 9, 10)
-    assert (report.num_preemptions, report.step_ms) == (11, 12.5)
-    assert (report.prompt_tokens_total, report.generation_tokens_total) == (13, 14)
-    assert (report.handoffs_active, report.handoffs, report.links) == (0, {}, ())
+    assert report == LoadReport(state="ready", queue=load.queue, kv=load.kv, steps=load.steps)
 
 
 def test_handoffs_by_state() -> None:
     ledger = ledger_with(a=0, b=1, c=1, d=2, e=3)
     ledger.transition(RequestKey("c", 0), HandoffEvent.FENCE, now=3.0)
-    report = load_report(EngineLoad(), "draining", ledger, ())
-    assert report.handoffs_active == 5
+    report = load_report(Load(), "draining", ledger, ())
     assert report.handoffs == {"reserved": 1, "streaming": 1, "sealed": 1, "active": 1, "fencing": 1}
     ledger.transition(RequestKey("c", 0), HandoffEvent.FENCED, now=4.0)
     ledger.close(RequestKey("c", 0))
-    report = load_report(EngineLoad(), "draining", ledger, ())
+    report = load_report(Load(), "draining", ledger, ())
     assert report.handoffs == {"reserved": 1, "streaming": 1, "sealed": 1, "active": 1}
-    assert report.handoffs_active == 4
 
 
 def test_links_to_peers() -> None:
-    report = load_report(EngineLoad(), "ready", HandoffLedger(), (link("d1", 4.0, 0.5), link("d0", 3.0, 3.0)))
+    report = load_report(Load(), "ready", HandoffLedger(), (link("d1", 4.0, 0.5), link("d0", 3.0, 3.0)))
     assert report.links == (
         LinkReport(peer="d1", probe_gbps=4.0, gbps=0.5),
         LinkReport(peer="d0", probe_gbps=3.0, gbps=3.0),
