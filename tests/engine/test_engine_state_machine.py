@@ -278,7 +278,7 @@ class EngineMachine(RuleBasedStateMachine):
         load = self.engine.load()
         assert load.kv.blocks_total == NUM_BLOCKS - 1
         assert 0 <= load.kv.blocks_cached <= load.kv.blocks_free <= load.kv.blocks_total
-        assert load.waiting_for_remote_kv == len(self._reserved())
+        assert load.queue.waiting_for_remote_kv == len(self._reserved())
         assert (load.kv.blocks_reserved > 0) == bool(self._reserved())
         assert (load.kv.blocks_quarantined > 0) == bool(self.quarantined)
         assert (load.kv.blocks_pinned > 0) == bool(self.held)
