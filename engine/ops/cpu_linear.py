@@ -3,11 +3,12 @@
 *Exact by row*: a row's result has the same bits whichever rows are multiplied with it, and however many. The
 libraries do not promise that. It holds because each kernel here avoids the numbers of rows for which its
 library adds up an output element in another order; which those are was found by trying them all
-(tests/engine/ops/test_exactness.py) on processors with AVX2 and with AVX-512.
+(tests/engine/ops/test_exactness.py) on processors with AVX2, with AVX-512 and with AMX.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from engine.ops.number_formats import NumberFormat, WeightRangeError, has_native
 
 # The number of rows oneDNN picks a weight layout for. Any number of rows may be multiplied with the result.
 _PACK_ROWS = 16
+_HIGHEST_EXACT_ISA = "AVX512_CORE_FP16"  # the one below AMX
 # FBGEMM cuts rows into strips of up to 6 (AVX2) or 14 (AVX-512). With AVX2 its strips of one and of two rows
 # add up in another order; a multiple of three rows is never cut so that one of these is left.
 _FLOAT16_ROW_MULTIPLE = 3
@@ -39,9 +41,14 @@ class LinearKernel(Protocol):
 
 
 class OneDnnLinear:
-    """oneDNN in one dtype. A single row would take a vector kernel that adds up in another order."""
+    """oneDNN in one dtype. A single row would take a vector kernel that adds up in another order.
+
+    Its AMX kernels cut the sum by the number of rows and threads, in a way that no padding avoids. oneDNN
+    reads ``ONEDNN_MAX_CPU_ISA`` when it is first used; who sets it to allow AMX gives up exactness for speed.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _HIGHEST_EXACT_ISA)
         self._dtype = dtype
         self.name = f"oneDNN {str(dtype).removeprefix('torch.')}"
 
