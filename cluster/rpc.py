@@ -12,13 +12,14 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from cluster.malformed import MalformedMessage, identify
-from cluster.members import check_address
+from cluster.members import WorkerRecord, check_address
 from cluster.messages import Envelope, Message
 from cluster.problem_log import ProblemLog
 
@@ -47,6 +48,22 @@ class RpcOverloadedError(RpcError):
 
 class MessageEncodingError(RpcError):
     """A message has a value that the wire format cannot carry; no peer could be sent it."""
+
+
+class Connection(Protocol):
+    """What a client needs of its connection to one worker; ``RpcConnection`` is the real one."""
+
+    def send(self, message: Message) -> None:
+        """Queue one message. Raises RpcError if the worker cannot take it."""
+        ...
+
+    def close(self) -> None:
+        """Disconnect."""
+        ...
+
+
+# (worker, what takes its messages, what is called when an established connection breaks)
+Connect = Callable[[WorkerRecord, Callable[[Envelope], None], Callable[[], None]], Connection]
 
 
 class RpcServer:

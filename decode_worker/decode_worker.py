@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from cluster.clock import Clock
+import msgspec
+
 from cluster.malformed import UNDECODABLE, MalformedMessage
+from cluster.members import WorkerRecord
 from cluster.messages import (
     Cancel,
     Generate,
@@ -26,30 +26,18 @@ from cluster.problem_log import ProblemLog
 from cluster.recent_keys import RecentKeys
 from cluster.sequence_spec import RequestKey
 from decode_worker.prefill_links import PrefillLinks
-from decode_worker.remote_prefills import PrefillFailure, RemotePrefillActions, RemotePrefills
+from decode_worker.remote_prefills import PrefillEndings, PrefillFailure, RemotePrefills
 from decode_worker.request_table import DecodeRequest, RequestTable
 from decode_worker.request_timings import request_timings
-from engine.engine_commands import EngineCommands
 from engine.new_request import NewRequest
 from engine.scheduler.errors import DoesNotFitError, is_refusal
 from engine.step_result import Reservation, SequenceOutput, StepResult
-from kv_transfer.handoff import Handoff
-from kv_transfer.transport import Peer, Transport
-from kv_transfer.verification import BlockVerifier
+from kv_transfer.handoff_ledger import HandoffLedger
+from kv_transfer.transport import Peer
+from worker_runtime.events import WorkerEvents
+from worker_runtime.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeMetrics:
-    """Called in the worker's event loop when something happened that is counted."""
-
-    on_first_token: Callable[[RequestTimings], None]
-    on_failed: Callable[[str], None]  # an error's code
-    on_handoff_ended: Callable[[Handoff], None]
-    on_lease_expired: Callable[[], None]
-    on_corrupt: Callable[[], None]  # blocks arrived that are not what was sent
-    on_dropped: Callable[[str], None] = lambda reason: None  # a message came late, twice, or astray
 
 
 class DecodeWorker:
@@ -60,61 +48,37 @@ class DecodeWorker:
     prefill worker fails, it ends with an error on which the router plans the rest anew.
     """
 
-    def __init__(
-        self,
-        *,
-        own: Peer,
-        block_size: int,
-        lease_s: float,
-        engine: EngineCommands,
-        transport: Transport,
-        verifier: BlockVerifier,
-        links: PrefillLinks,
-        clock: Clock,
-        send: Callable[[str, Message], bool],
-        post: Callable[[Callable[[], None]], None],
-        metrics: DecodeMetrics,
-    ) -> None:
-        """``send(router, message)`` is False if the router is gone; ``post`` runs a function in the loop.
-
-        A prefill worker that is not heard of for ``lease_s`` seconds is given up.
-        """
-        self._own = own
-        self._engine = engine
-        self._links = links
-        self._clock = clock
-        self._send = send
-        self._metrics = metrics
-        self._problems = ProblemLog(logger, clock)
+    def __init__(self, runtime: WorkerRuntime, events: WorkerEvents) -> None:
+        self._runtime = runtime
+        self._events = events
+        self._own = runtime.own
+        self._engine = runtime.engine
+        self._clock = runtime.clock
+        self._problems = ProblemLog(logger, runtime.clock)
         self._requests = RequestTable()
         self._over: RecentKeys[RequestKey] = RecentKeys()
         self._is_draining = False
-        self.remote_prefills = RemotePrefills(
-            own=own,
-            block_size=block_size,
-            lease_s=lease_s,
-            transport=transport,
-            verifier=verifier,
-            clock=clock,
-            post=post,
-            actions=RemotePrefillActions(
-                send=links.send,
-                on_sealed=self._activate,
-                on_failed=self._prefill_failed,
-                on_corrupt=self._prefill_here,
-                on_lease_expired=metrics.on_lease_expired,
-                on_ended=metrics.on_handoff_ended,
-                on_dropped=metrics.on_dropped,
-                release_quarantined=lambda engine_id: self._engine.run(
-                    lambda engine: engine.release_quarantined(engine_id)
-                ),
+        self._links = PrefillLinks(
+            runtime.connect, on_message=self._on_link_message, on_unreachable=self._on_link_broken
+        )
+        self._remote_prefills = RemotePrefills(
+            runtime,
+            events,
+            self._links,
+            PrefillEndings(
+                on_sealed=self._activate, on_failed=self._prefill_failed, on_corrupt=self._prefill_here
             ),
         )
 
     @property
+    def ledger(self) -> HandoffLedger:
+        """Handoffs into this worker's blocks."""
+        return self._remote_prefills.ledger
+
+    @property
     def num_active(self) -> int:
         """Requests in hand and handoffs not yet fenced."""
-        return len(self._requests) + len(self.remote_prefills.ledger)
+        return len(self._requests) + len(self.ledger)
 
     def drain(self) -> None:
         """Refuse new requests from now on; those in hand go on."""
@@ -127,44 +91,56 @@ class DecodeWorker:
             message = f"worker {self._own.worker_id} ends: {reason}"
             self._fail(request, RequestError(code="draining", message=message, retryable=True))
 
-    def on_message(self, peer: str, incarnation: int, message: Message) -> None:
-        """A router's message."""
+    def on_message(self, sender: str, incarnation: int, message: Message) -> None:
+        """A router's message, or a prefill worker's answer."""
         if isinstance(message, Generate):
-            self._generate(peer, incarnation, message)
+            self._generate(sender, incarnation, message)
         elif isinstance(message, Cancel):
             request = self._requests.get(message.key.request_id)
             if request is not None and request.key.attempt <= message.key.attempt:
                 self._cancel(request, message.reason)
             else:  # over, or not here yet: then it shall not start
                 self._over.add(message.key)
+        elif isinstance(message, HandoffProgress):
+            self._remote_prefills.on_progress(Peer(sender, incarnation), message)
+        elif isinstance(message, HandoffFenced):
+            self._remote_prefills.on_fenced(Peer(sender, incarnation), message)
         else:
-            self._metrics.on_dropped("unexpected")
+            self._events.dropped("unexpected")
             text = "dropped a %s from %s: not for a decode worker"
-            self._problems.report(("unexpected", peer), text, type(message).__name__, peer)
+            self._problems.report(("unexpected", sender), text, type(message).__name__, sender)
 
     def on_malformed(self, router: str, incarnation: int, message: MalformedMessage) -> None:
         """A router's message that cannot be read; if it is a request, its router is told that it ended."""
         if message.kind != "generate" or message.key in self._over:
             return
         self._over.add(message.key)
-        self._metrics.on_failed(UNDECODABLE)
+        self._events.failed(UNDECODABLE)
         error = RequestError(
             code=UNDECODABLE,
             message=f"worker {self._own.worker_id} cannot read the request: {message.reason}",
         )
         failure = TokenOutput(key=message.key, finish_reason="error", error=error)
-        self._send(router, TokenBatch(outputs=[failure]))
+        self._runtime.send(router, TokenBatch(outputs=[failure]))
 
-    def on_prefill_worker_message(self, peer: Peer, message: Message) -> None:
-        """A prefill worker's answer."""
-        if isinstance(message, HandoffProgress):
-            self.remote_prefills.on_progress(peer, message)
-        elif isinstance(message, HandoffFenced):
-            self.remote_prefills.on_fenced(peer, message)
-        else:
-            self._metrics.on_dropped("unexpected")
-            text, name = "dropped a %s from prefill worker %s", peer.worker_id
-            self._problems.report(("unexpected", name), text, type(message).__name__, name)
+    def on_notification(self, payload: bytes) -> None:
+        """A prefill worker's seal, which travels behind the data."""
+        try:
+            sealed = msgspec.msgpack.decode(payload, type=Sealed)
+        except msgspec.DecodeError as error:
+            self._events.dropped("malformed")
+            self._problems.report("malformed", "dropped a malformed notification: %s", error)
+            return
+        self._remote_prefills.on_sealed(sealed)
+
+    def on_peer_connected(self, peer: Peer, record: WorkerRecord) -> None:
+        """A prefill worker can write here now."""
+        self._links.open(peer, record)
+
+    def on_peer_lost(self, peer: Peer) -> None:
+        """A prefill worker is gone and its agent is removed here: it cannot write any more."""
+        self._links.close(peer)
+        self._remote_prefills.on_peer_lost(peer)
 
     def on_router_lost(self, router: str, incarnation: int) -> None:
         """Nobody waits for this router's requests any more."""
@@ -184,7 +160,7 @@ class DecodeWorker:
                         code="deadline_exceeded", message="the request's deadline passed before it finished"
                     ),
                 )
-        self.remote_prefills.on_tick()
+        self._remote_prefills.on_tick()
 
     def on_step(self, result: StepResult) -> None:
         """What one engine step did."""
@@ -202,17 +178,27 @@ class DecodeWorker:
                     self._token_output(request, output)
                 )
         for (router, incarnation), outputs in batches.items():
-            if not self._send(router, TokenBatch(outputs=outputs)):
+            if not self._runtime.send(router, TokenBatch(outputs=outputs)):
                 self.on_router_lost(router, incarnation)
+
+    def close(self) -> None:
+        """Disconnect from all prefill workers."""
+        self._links.close_all()
+
+    def _on_link_message(self, peer: Peer, message: Message) -> None:
+        self.on_message(peer.worker_id, peer.incarnation, message)
+
+    def _on_link_broken(self, peer: Peer) -> None:
+        self._remote_prefills.on_unreachable(peer)
 
     def _generate(self, router: str, incarnation: int, message: Generate) -> None:
         known = self._requests.get(message.key.request_id)
         if message.key in self._over:
-            self._metrics.on_dropped("over")
+            self._events.dropped("over")
             return
         if known is not None:
             if known.key.attempt >= message.key.attempt:
-                self._metrics.on_dropped("old_attempt")
+                self._events.dropped("old_attempt")
                 return
             self._cancel(known, "superseded")
         request = DecodeRequest(
@@ -263,7 +249,7 @@ class DecodeWorker:
             request.prefill_peer is not None
             and self._links.get(request.prefill_peer.worker_id) == request.prefill_peer
         ):
-            self.remote_prefills.start(request, reservation)
+            self._remote_prefills.start(request, reservation)
             return
         assert request.request.prefill_worker is not None
         self._prefill_failed(
@@ -316,7 +302,7 @@ class DecodeWorker:
 
     def _prefill_here(self, key: RequestKey) -> None:
         """What landed is not what was sent: do not trust that path again for this request."""
-        self._metrics.on_corrupt()
+        self._events.corrupt()
         request = self._requests.get(key.request_id)
         assert request is not None, key  # a cancelled request's handoff is not verified
         request.prefill_peer = None
@@ -328,7 +314,7 @@ class DecodeWorker:
 
     def _cancel(self, request: DecodeRequest, reason: str) -> None:
         self._end(request)
-        quarantine = self.remote_prefills.cancel(request.key, reason)
+        quarantine = self._remote_prefills.cancel(request.key, reason)
         self._engine.run(lambda engine: engine.abort(request.engine_id, quarantine=quarantine))
 
     def _token_output(self, request: DecodeRequest, output: SequenceOutput) -> TokenOutput:
@@ -341,7 +327,7 @@ class DecodeWorker:
                 num_cached_tokens=output.num_cached_tokens,
                 worker_id=self._own.worker_id,
             )
-            self._metrics.on_first_token(timings)
+            self._events.first_token(timings)
         error: RequestError | None = None
         if output.finish_reason is not None:
             self._end(request)
@@ -351,7 +337,7 @@ class DecodeWorker:
                 error = error or RequestError(
                     code=code, message=output.error, retryable=not output.is_refusal
                 )
-                self._metrics.on_failed(error.code)
+                self._events.failed(error.code)
         return TokenOutput(
             key=request.key,
             token_ids=list(output.token_ids),
@@ -368,10 +354,10 @@ class DecodeWorker:
 
     def _fail(self, request: DecodeRequest, error: RequestError) -> None:
         self._end(request)
-        self._metrics.on_failed(error.code)
+        self._events.failed(error.code)
         failure = TokenOutput(
             key=request.key,
             finish_reason="error",
             error=error,
         )
-        self._send(request.router, TokenBatch(outputs=[failure]))
+        self._runtime.send(request.router, TokenBatch(outputs=[failure]))

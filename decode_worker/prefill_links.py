@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from cluster.members import WorkerRecord
 from cluster.messages import Envelope, Message
-from cluster.rpc import RpcConnection, RpcError
+from cluster.rpc import Connect, Connection, RpcError
 from kv_transfer.transport import Peer
 
 
@@ -15,16 +15,16 @@ class PrefillLinks:
 
     def __init__(
         self,
-        own: Peer,
+        connect: Connect,
         *,
         on_message: Callable[[Peer, Message], None],
         on_unreachable: Callable[[Peer], None],
     ) -> None:
         """``on_unreachable``: the connection broke. It may come back by itself."""
-        self._own = own
+        self._connect = connect
         self._on_message = on_message
         self._on_unreachable = on_unreachable
-        self._connections: dict[Peer, RpcConnection] = {}
+        self._connections: dict[Peer, Connection] = {}
         self._by_id: dict[str, Peer] = {}
 
     def get(self, worker_id: str) -> Peer | None:
@@ -41,13 +41,7 @@ class PrefillLinks:
             if envelope.sender == peer.worker_id and envelope.incarnation == peer.incarnation:
                 self._on_message(peer, envelope.message)
 
-        self._connections[peer] = RpcConnection(
-            record.address,
-            sender=self._own.worker_id,
-            incarnation=self._own.incarnation,
-            on_message=receive,
-            on_disconnected=lambda: self._on_unreachable(peer),
-        )
+        self._connections[peer] = self._connect(record, receive, lambda: self._on_unreachable(peer))
         self._by_id[peer.worker_id] = peer
 
     def close(self, peer: Peer) -> None:

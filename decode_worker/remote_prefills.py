@@ -8,24 +8,24 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from cluster.clock import Clock
 from cluster.messages import (
     Cancel,
     HandoffFenced,
     HandoffProgress,
-    Message,
     Prefill,
     RequestError,
     Sealed,
 )
 from cluster.rpc import RpcError
 from cluster.sequence_spec import RequestKey
+from decode_worker.prefill_links import PrefillLinks
 from decode_worker.request_table import DecodeRequest
 from engine.step_result import Reservation
 from kv_transfer.handoff import FENCEABLE_STATES, Handoff, HandoffEvent, HandoffState
 from kv_transfer.handoff_ledger import HandoffLedger
-from kv_transfer.transport import Peer, Transport
-from kv_transfer.verification import BlockVerifier
+from kv_transfer.transport import Peer
+from worker_runtime.events import WorkerEvents
+from worker_runtime.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -45,49 +45,36 @@ class PrefillFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemotePrefillActions:
-    """What the handoffs ask of their surroundings. All are called in the worker's event loop."""
+class PrefillEndings:
+    """What becomes of handoffs. All are called in the worker's event loop."""
 
-    send: Callable[[Peer, Message], None]  # to a prefill worker; raises RpcError
     on_sealed: Callable[[Sealed], None]  # the prompt is here: run the sequence
     on_failed: Callable[[PrefillFailure], None]  # somebody else must compute the rest
     on_corrupt: Callable[[RequestKey], None]  # the prompt must be computed here
-    on_lease_expired: Callable[[], None]  # for metrics, before ``on_failed``
-    on_ended: Callable[[Handoff], None]  # for metrics
-    on_dropped: Callable[[str], None]  # for metrics: a message of a handoff that is over, or of another life
-    release_quarantined: Callable[[str], None]  # engine id: the writer is done, its blocks are free
 
 
 class RemotePrefills:
     """Handoffs from prefill workers into this worker's KV cache.
 
     Every handoff ends in exactly one of: ``on_sealed``; ``on_corrupt``; ``on_failed``; or ``cancel``. If its
-    writer may still write then, ``release_quarantined`` follows once the writer has said that it has stopped,
-    or is gone. No timer frees a block. A writer that is not heard of for ``lease_s`` is given up.
+    writer may still write then, its blocks leave the quarantine once the writer has said that it has stopped,
+    or is gone. No timer frees a block. A writer that is not heard of for a lease is given up.
     """
 
     def __init__(
-        self,
-        *,
-        own: Peer,
-        block_size: int,
-        lease_s: float,
-        transport: Transport,
-        verifier: BlockVerifier,
-        clock: Clock,
-        post: Callable[[Callable[[], None]], None],
-        actions: RemotePrefillActions,
+        self, runtime: WorkerRuntime, events: WorkerEvents, links: PrefillLinks, endings: PrefillEndings
     ) -> None:
-        """``post`` runs a function in the event loop, from any thread."""
-        self.ledger = HandoffLedger(actions.on_ended)
-        self._own = own
-        self._block_size = block_size
-        self._lease_s = lease_s
-        self._transport = transport
-        self._verifier = verifier
-        self._clock = clock
-        self._post = post
-        self._actions = actions
+        self.ledger = HandoffLedger(events.handoff_ended)
+        self._runtime = runtime
+        self._events = events
+        self._links = links
+        self._endings = endings
+        self._block_size = runtime.block_size
+        self._lease_s = runtime.lease_s
+        self._transport = runtime.transport
+        self._verifier = runtime.verifier
+        self._clock = runtime.clock
+        self._post = runtime.post
         self._wanted: dict[RequestKey, Prefill] = {}  # what was asked for
         self._cancel_sent_at: dict[RequestKey, float] = {}  # unix seconds
 
@@ -102,7 +89,7 @@ class RemotePrefills:
         handoff = self.ledger.open(
             key=request.key,
             prefill=peer,
-            decode=self._own,
+            decode=self._runtime.own,
             block_ids=block_ids,
             now=now,
             deadline=generate.spec.deadline,
@@ -118,7 +105,7 @@ class RemotePrefills:
         )
         self._wanted[request.key] = message
         try:
-            self._actions.send(peer, message)
+            self._links.send(peer, message)
         except RpcError as error:  # it never heard of the blocks, so it cannot write them
             self._give_up(handoff, str(error), HandoffEvent.FENCED)
             return
@@ -139,7 +126,7 @@ class RemotePrefills:
         """The writer has written everything and sampled the first token."""
         handoff = self.ledger.get(sealed.key)
         if handoff is None or handoff.prefill.incarnation != sealed.incarnation or handoff.is_sealed:
-            self._actions.on_dropped("unknown_handoff")
+            self._events.dropped("unknown_handoff")
             return
         if handoff.state is HandoffState.FENCING:
             self._end_fenced(handoff, HandoffEvent.SEAL)
@@ -157,7 +144,7 @@ class RemotePrefills:
         """The writer has stopped: on our ``Cancel``, or because it failed by itself."""
         handoff = self.ledger.get(fenced.key)
         if handoff is None or handoff.prefill != peer or handoff.is_sealed:  # a seal was faster
-            self._actions.on_dropped("unknown_handoff")
+            self._events.dropped("unknown_handoff")
             return
         if handoff.state is HandoffState.FENCING:
             self._end_fenced(handoff, HandoffEvent.FENCED)
@@ -190,7 +177,7 @@ class RemotePrefills:
         """Give up silent writers, and repeat cancels: a message may be lost where a connection breaks."""
         now = self._clock.unix()
         for handoff in self.ledger.lease_expired(now):
-            self._actions.on_lease_expired()
+            self._events.lease_expired()
             reason = f"{handoff.prefill.worker_id} was not heard of for {self._lease_s:g} s"
             self._give_up(handoff, reason, None)
         for handoff in self.ledger:
@@ -235,12 +222,12 @@ class RemotePrefills:
         )
         handoff = self._advance(handoff, HandoffEvent.FENCE, reason="checksums differ")
         self._end(handoff, HandoffEvent.FENCED)
-        self._actions.on_corrupt(sealed.key)
+        self._endings.on_corrupt(sealed.key)
 
     def _activate(self, handoff: Handoff, sealed: Sealed) -> None:
         self._advance(handoff, HandoffEvent.ACTIVATE)
         self._end(handoff, HandoffEvent.RELEASE)
-        self._actions.on_sealed(sealed)
+        self._endings.on_sealed(sealed)
 
     def _give_up(
         self,
@@ -267,13 +254,13 @@ class RemotePrefills:
             self._send_cancel(handoff.prefill, handoff.key, reason)
         else:
             self._end(handoff, proof)
-        self._actions.on_failed(failure)
+        self._endings.on_failed(failure)
 
     def _send_cancel(self, peer: Peer, key: RequestKey, reason: str) -> None:
         if self.ledger.get(key) is not None:
             self._cancel_sent_at[key] = self._clock.unix()
         with contextlib.suppress(RpcError):  # it is repeated, until the peer answers or is gone
-            self._actions.send(peer, Cancel(key=key, reason=reason))
+            self._links.send(peer, Cancel(key=key, reason=reason))
 
     def _land(self, handoff: Handoff, num_landed_blocks: int, num_bytes: int) -> None:
         """``num_bytes`` have landed in all; what comes late says less than is known."""
@@ -287,7 +274,7 @@ class RemotePrefills:
 
     def _end_fenced(self, handoff: Handoff, proof: HandoffEvent) -> None:
         self._end(handoff, proof)
-        self._actions.release_quarantined(str(handoff.key))
+        self._runtime.engine.run(lambda engine: engine.release_quarantined(str(handoff.key)))
 
     def _end(self, handoff: Handoff, event: HandoffEvent) -> None:
         self._advance(handoff, event)

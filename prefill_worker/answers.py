@@ -14,31 +14,28 @@ from cluster.messages import (
     Sealed,
 )
 from engine.step_result import SequenceOutput
+from kv_transfer.handoff import Handoff, HandoffState
 from kv_transfer.transport import Peer
 from prefill_worker.prefill_request import PrefillRequest, UnconnectedPrefill
 
 
-def progress(request: PrefillRequest) -> HandoffProgress:
+def progress(handoff: Handoff) -> HandoffProgress:
     """How far one prompt's blocks have landed."""
-    return HandoffProgress(handoffs=[_landing(request)])
+    return HandoffProgress(handoffs=[_landing(handoff)])
 
 
 def heartbeats(
-    requests: Iterable[PrefillRequest], unconnected: Iterable[UnconnectedPrefill]
+    handoffs: Iterable[Handoff], unconnected: Iterable[UnconnectedPrefill]
 ) -> dict[str, HandoffProgress]:
     """By decode worker: all its prompts that are in hand here and not being stopped."""
     by_worker: dict[str, list[HandoffLanding]] = {}
-    for request in requests:
-        if not request.is_fencing:
-            by_worker.setdefault(request.peer.worker_id, []).append(_landing(request))
+    for handoff in handoffs:
+        if handoff.state is not HandoffState.FENCING:
+            by_worker.setdefault(handoff.decode.worker_id, []).append(_landing(handoff))
     for one in unconnected:
-        landing = HandoffLanding(
-            key=one.message.key,
-            num_landed_blocks=0,
-            num_bytes=0,
-        )
+        landing = HandoffLanding(key=one.message.key, num_landed_blocks=0, num_bytes=0)
         by_worker.setdefault(one.sender, []).append(landing)
-    return {worker: HandoffProgress(handoffs=handoffs) for worker, handoffs in by_worker.items()}
+    return {worker: HandoffProgress(handoffs=landings) for worker, landings in by_worker.items()}
 
 
 def refused(prefill: UnconnectedPrefill, code: str, reason: str) -> HandoffFenced:
@@ -62,22 +59,22 @@ def fenced(request: PrefillRequest) -> HandoffFenced:
     return HandoffFenced(key=message.key, error=request.error)
 
 
-def sealed(request: PrefillRequest, output: SequenceOutput, own: Peer, now: float) -> Sealed:
+def sealed(request: PrefillRequest, handoff: Handoff, output: SequenceOutput, now: float) -> Sealed:
     """All blocks have landed at ``now`` (monotonic seconds), and ``output`` is the first token."""
     message = request.message
     return Sealed(
         key=message.key,
-        incarnation=own.incarnation,
+        incarnation=handoff.prefill.incarnation,
         token_id=output.token_ids[0],
         logprobs=None if output.logprobs is None else output.logprobs[0],
         timings=RequestTimings(
             prefill_ms=(request.sampled_at - request.scheduled_at) * 1000,
             transfer_ms=(now - request.sampled_at) * 1000,
             transfer_busy_ms=request.transfer_busy_ms,
-            transfer_bytes=request.transfer_bytes,
+            transfer_bytes=handoff.bytes_landed,
             transfer_descriptors=request.transfer_descriptors,
             num_computed_tokens=request.num_computed_here,
-            prefill_worker=own.worker_id,
+            prefill_worker=handoff.prefill.worker_id,
         ),
         checksums=[
             (block - message.first_block, checksum) for block, checksum in sorted(request.checksums.items())
@@ -85,9 +82,7 @@ def sealed(request: PrefillRequest, output: SequenceOutput, own: Peer, now: floa
     )
 
 
-def _landing(request: PrefillRequest) -> HandoffLanding:
+def _landing(handoff: Handoff) -> HandoffLanding:
     return HandoffLanding(
-        key=request.message.key,
-        num_landed_blocks=request.num_landed_blocks,
-        num_bytes=request.transfer_bytes,
+        key=handoff.key, num_landed_blocks=handoff.num_landed_blocks, num_bytes=handoff.bytes_landed
     )

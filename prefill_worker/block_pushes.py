@@ -7,16 +7,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from engine.step_result import PrefillProgress
-from kv_transfer.transport import TransferStats, Transport, WriteAbandonedError
-from kv_transfer.verification import BlockVerifier
+from kv_transfer.transport import TransferStats, WriteAbandonedError
 from prefill_worker.prefill_request import PrefillRequest
+from worker_runtime.runtime import WorkerRuntime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushEvents:
     """What becomes of pushes. All are called in the worker's event loop."""
 
-    on_landed: Callable[[PrefillRequest, TransferStats], None]
+    on_landed: Callable[[PrefillRequest, int, int, TransferStats], None]  # blocks from, to (exclusive)
     on_failed: Callable[[PrefillRequest, BaseException], None]
     on_settled: Callable[[PrefillRequest], None]  # one operation less is in flight
 
@@ -24,20 +24,11 @@ class PushEvents:
 class BlockPushes:
     """One write per prompt and engine step; ``operations_in_flight`` counts what reads a request's blocks."""
 
-    def __init__(
-        self,
-        *,
-        block_size: int,
-        transport: Transport,
-        verifier: BlockVerifier,
-        post: Callable[[Callable[[], None]], None],
-        events: PushEvents,
-    ) -> None:
-        """``post`` runs a function in the event loop, from any thread."""
-        self._block_size = block_size
-        self._transport = transport
-        self._verifier = verifier
-        self._post = post
+    def __init__(self, runtime: WorkerRuntime, events: PushEvents) -> None:
+        self._block_size = runtime.block_size
+        self._transport = runtime.transport
+        self._verifier = runtime.verifier
+        self._post = runtime.post
         self._events = events
 
     def push(self, request: PrefillRequest, progress: PrefillProgress) -> None:
@@ -92,11 +83,9 @@ class BlockPushes:
             self._events.on_failed(request, error)
         else:
             stats = future.result()
-            request.transfer_bytes += stats.num_bytes
             request.transfer_descriptors += stats.num_descriptors
             request.transfer_busy_ms += stats.duration_ms
-            request.note_landed(start, end)
-            self._events.on_landed(request, stats)
+            self._events.on_landed(request, start, end, stats)
         self._events.on_settled(request)
 
     def _checksums_done(self, request: PrefillRequest, blocks: list[int], future: Future[list[int]]) -> None:

@@ -15,6 +15,7 @@ class PrefillRequest:
     """One prompt being computed for a decode worker. Times are monotonic seconds; 0 means not yet.
 
     Blocks are counted from the prompt's start; the decode worker wants those from ``message.first_block`` on.
+    How far the handoff has come, and whether it is being fenced, is in the ledger.
     """
 
     message: Prefill
@@ -26,27 +27,23 @@ class PrefillRequest:
     sampled_at: float = 0.0
     num_computed_here: int = 0  # prompt tokens that were not in this worker's prefix cache
     next_block: int = 0  # first block not pushed yet
-    landed_to: int = 0  # all blocks before this one have landed
-    landed_beyond: dict[int, int] = field(default_factory=dict)  # start → end of writes that came earlier
+    landed_early: dict[int, int] = field(default_factory=dict)  # start → end of writes that overtook others
     operations_in_flight: int = 0  # writes and checksums under way: they read this worker's blocks
     checksums: dict[int, int] = field(default_factory=dict)  # by block
     output: SequenceOutput | None = None  # the first token
-    is_fencing: bool = False
     error: RequestError | None = None  # why it was fenced, unless the decode worker asked for it
-    transfer_bytes: int = 0
     transfer_descriptors: int = 0
     transfer_busy_ms: float = 0.0
 
-    @property
-    def num_landed_blocks(self) -> int:
-        """Leading blocks of those wanted that have landed."""
-        return self.landed_to - self.message.first_block
+    def landed_to(self, before: int, start: int, end: int) -> int:
+        """The block up to which all have landed, once ``start`` to ``end - 1`` have; until then: ``before``.
 
-    def note_landed(self, start: int, end: int) -> None:
-        """Blocks ``start`` to ``end - 1`` have landed, perhaps before some that were written earlier."""
-        self.landed_beyond[start] = end
-        while (landed_to := self.landed_beyond.pop(self.landed_to, None)) is not None:
-            self.landed_to = landed_to
+        Writes may land in another order than they were made in.
+        """
+        self.landed_early[start] = end
+        while (landed_to := self.landed_early.pop(before, None)) is not None:
+            before = landed_to
+        return before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

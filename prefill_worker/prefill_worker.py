@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import msgspec
 
-from cluster.clock import Clock
 from cluster.malformed import UNDECODABLE, MalformedMessage
 from cluster.members import WorkerRecord
 from cluster.messages import Cancel, HandoffFenced, Message, Prefill, RequestError, RequestTimings
 from cluster.recent_keys import RecentKeys
-from engine.engine_commands import EngineCommands
 from engine.new_request import NewRequest
 from engine.scheduler.errors import is_refusal
 from engine.step_result import SequenceOutput, StepResult
-from kv_transfer.handoff import FENCEABLE_STATES, Handoff, HandoffEvent, HandoffStateError
+from kv_transfer.handoff import FENCEABLE_STATES, Handoff, HandoffEvent, HandoffState, HandoffStateError
 from kv_transfer.handoff_ledger import HandoffLedger
-from kv_transfer.transport import Peer, TransferStats, Transport
-from kv_transfer.verification import BlockVerifier
+from kv_transfer.transport import Peer, TransferStats
 from prefill_worker import answers
 from prefill_worker.block_pushes import BlockPushes, PushEvents
 from prefill_worker.prefill_request import PrefillRequest, UnconnectedPrefill, engine_id
+from worker_runtime.events import WorkerEvents
+from worker_runtime.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -39,59 +37,26 @@ class PrefillWorker:
     here stay pinned.
     """
 
-    def __init__(
-        self,
-        *,
-        own: Peer,
-        block_size: int,
-        engine: EngineCommands,
-        transport: Transport,
-        verifier: BlockVerifier,
-        get_peer: Callable[[str], Peer | None],
-        mark_peer_failed: Callable[[Peer], None],
-        clock: Clock,
-        heartbeat_s: float,
-        max_stall_s: float,
-        send: Callable[[str, Message], bool],
-        post: Callable[[Callable[[], None]], None],
-        on_sealed: Callable[[RequestTimings], None],
-        on_failed: Callable[[str], None],
-        on_handoff_ended: Callable[[Handoff], None],
-        on_dropped: Callable[[str], None] = lambda reason: None,
-    ) -> None:
-        """``send(decode worker, message)``; ``post`` runs a function in the loop; the last four: metrics.
+    def __init__(self, runtime: WorkerRuntime, events: WorkerEvents) -> None:
+        """Every ``runtime.heartbeat_s`` seconds decode workers hear which of their prompts are in hand here.
 
-        Every ``heartbeat_s`` seconds decode workers hear which of their prompts are in hand here. A process
-        that stood still for more than ``max_stall_s`` seconds may have been taken for dead, and its target
-        blocks given to others: it stops all its pushes before it writes again.
+        A process that stood still for more than ``runtime.max_stall_s`` seconds may have been taken for dead,
+        and its target blocks given to others: it stops all its pushes before it writes again.
         """
-        self._own = own
-        self._block_size = block_size
-        self._engine = engine
-        self._transport = transport
-        self._verifier = verifier
-        self._get_peer = get_peer
-        self._mark_peer_failed = mark_peer_failed
-        self._clock = clock
-        self._heartbeat_s = heartbeat_s
-        self._max_stall_s = max_stall_s
-        self._last_heartbeat = self._last_seen_alive = clock.monotonic()
-        self._send = send
-        self._post = post
-        self._on_sealed = on_sealed
-        self._on_failed = on_failed
-        self._on_dropped = on_dropped
-        self._requests: dict[str, PrefillRequest] = {}  # by engine id
+        self._runtime = runtime
+        self._events = events
+        self._own = runtime.own
+        self._clock = runtime.clock
+        self._engine = runtime.engine
+        self._last_heartbeat = self._last_seen_alive = runtime.clock.monotonic()
+        self._requests: dict[str, PrefillRequest] = {}  # by engine id; each has its handoff in the ledger
         self._unconnected: list[UnconnectedPrefill] = []
         self._over: RecentKeys[str] = RecentKeys()  # engine ids of what will never be written again
         self._is_draining = False
-        self.ledger = HandoffLedger(on_handoff_ended)
+        self.ledger = HandoffLedger(events.handoff_ended)
         self._pushes = BlockPushes(
-            block_size=block_size,
-            transport=transport,
-            verifier=verifier,
-            post=post,
-            events=PushEvents(on_landed=self._landed, on_failed=self._write_failed, on_settled=self._settle),
+            runtime,
+            PushEvents(on_landed=self._landed, on_failed=self._write_failed, on_settled=self._settle),
         )
 
     @property
@@ -127,15 +92,19 @@ class PrefillWorker:
         elif isinstance(message, Cancel):
             self._cancelled(sender, incarnation, message)
         else:
-            self._on_dropped("unexpected")
+            self._events.dropped("unexpected")
 
     def on_malformed(self, sender: str, incarnation: int, message: MalformedMessage) -> None:
         """A decode worker's message that cannot be read: if it is a prompt, nothing of it will be written."""
         key = engine_id(sender, message.key)
         if message.kind == "prefill" and key not in self._requests:
-            self._on_failed(UNDECODABLE)
+            self._events.failed(UNDECODABLE)
             self._over.add(key)
-            self._send(sender, answers.undecodable(message, self._own))
+            self._runtime.send(sender, answers.undecodable(message, self._own))
+
+    def on_notification(self, payload: bytes) -> None:
+        """Nobody notifies a prefill worker."""
+        self._events.dropped("unexpected")
 
     def on_peer_connected(self, peer: Peer, record: WorkerRecord) -> None:
         """A decode worker can be written to now."""
@@ -155,6 +124,9 @@ class PrefillWorker:
     def on_router_lost(self, router: str, incarnation: int) -> None:
         """Nothing to do: prompts here belong to decode workers, and those cancel them."""
 
+    def close(self) -> None:
+        """Nothing to do: decode workers connect to this worker, and not the other way round."""
+
     def on_tick(self) -> None:
         """Once per report interval: deadlines, heartbeats, decode workers that could not be connected."""
         self._notice_stall()
@@ -162,7 +134,7 @@ class PrefillWorker:
             request = self._requests[engine_id(handoff.decode.worker_id, handoff.key)]
             self._fail(request, "deadline_exceeded", "the deadline passed during prefill")
         now = self._clock.monotonic()
-        if now - self._last_heartbeat >= self._heartbeat_s:
+        if now - self._last_heartbeat >= self._runtime.heartbeat_s:
             self._last_heartbeat = now
             self._send_heartbeats()
         self._accept_unconnected()
@@ -172,7 +144,7 @@ class PrefillWorker:
         self._notice_stall()
         for progress in result.progress:
             request = self._requests.get(progress.request_id)
-            if request is not None and not request.is_fencing:
+            if request is not None and not self._is_fencing(request):
                 if not request.scheduled_at:
                     request.scheduled_at = result.started_at
                 request.num_computed_here = request.message.spec.num_tokens - progress.num_cached_tokens
@@ -182,7 +154,7 @@ class PrefillWorker:
                     self._fail(request, "invalid_request", str(error))
         for output in result.outputs:
             request = self._requests.get(output.request_id)
-            if request is None or request.is_fencing:
+            if request is None or self._is_fencing(request):
                 continue
             if output.error is not None:
                 code = "invalid_request" if output.is_refusal else "engine_error"
@@ -195,7 +167,7 @@ class PrefillWorker:
     def _notice_stall(self) -> None:
         now = self._clock.monotonic()
         stall_s, self._last_seen_alive = now - self._last_seen_alive, now
-        if stall_s > self._max_stall_s and self._requests:
+        if stall_s > self._runtime.max_stall_s and self._requests:
             reason = f"worker {self._own.worker_id} stood still for {stall_s:.1f} s"
             for request in list(self._requests.values()):
                 self._fail(request, "stalled", reason)
@@ -210,18 +182,18 @@ class PrefillWorker:
         message = prefill.message
         key = engine_id(prefill.sender, message.key)
         if message.prefill_incarnation != self._own.incarnation:
-            self._on_dropped("old_incarnation")  # the sender learns of that one's end from the registry
+            self._events.dropped("old_incarnation")  # the sender learns of that one's end from the registry
             return
         if key in self._requests:
-            self._on_dropped("duplicate")
+            self._events.dropped("duplicate")
             return
         if key in self._over:
-            self._send(prefill.sender, HandoffFenced(key=message.key))
+            self._runtime.send(prefill.sender, HandoffFenced(key=message.key))
             return
         if self._is_draining:
             self._refuse(prefill, "draining", f"worker {self._own.worker_id} drains")
             return
-        peer = self._get_peer(prefill.sender)
+        peer = self._runtime.peers.get(prefill.sender)
         if peer is None or peer.incarnation != prefill.incarnation:
             if self._clock.monotonic() - prefill.received_at < _CONNECT_WAIT_S:
                 self._unconnected.append(prefill)
@@ -229,7 +201,7 @@ class PrefillWorker:
                 reason = f"{self._own.worker_id} has no connection to {prefill.sender}"
                 self._refuse(prefill, "not_connected", reason)
             return
-        num_blocks = -(-message.spec.num_tokens // self._block_size)
+        num_blocks = -(-message.spec.num_tokens // self._runtime.block_size)
         if message.first_block + len(message.block_ids) < num_blocks or message.first_block < 0:
             self._refuse(
                 prefill,
@@ -250,7 +222,7 @@ class PrefillWorker:
         except (HandoffStateError, ValueError) as error:
             self._refuse(prefill, "handoff_conflict", str(error))
             return
-        checked = self._verifier.choose(message.key, num_blocks - message.first_block)
+        checked = self._runtime.verifier.choose(message.key, num_blocks - message.first_block)
         request = PrefillRequest(
             message=message,
             peer=peer,
@@ -258,7 +230,6 @@ class PrefillWorker:
             received_at=prefill.received_at,
             checked_blocks=frozenset(message.first_block + index for index in checked),
             next_block=message.first_block,
-            landed_to=message.first_block,
         )
         self._advance(request, HandoffEvent.STREAM)
         self._requests[request.engine_id] = request
@@ -275,35 +246,36 @@ class PrefillWorker:
 
     def _refuse(self, prefill: UnconnectedPrefill, code: str, reason: str) -> None:
         """Nothing was written and nothing will be."""
-        self._on_failed(code)
+        self._events.failed(code)
         self._over.add(engine_id(prefill.sender, prefill.message.key))
-        self._send(prefill.sender, answers.refused(prefill, code, reason))
+        self._runtime.send(prefill.sender, answers.refused(prefill, code, reason))
 
     def _engine_refused(self, request: PrefillRequest, error: BaseException) -> None:
         code = "invalid_request" if is_refusal(error) else "prefill_refused"
         self._fail(request, code, str(error), retryable=not is_refusal(error))
 
-    def _landed(self, request: PrefillRequest, stats: TransferStats) -> None:
-        if request.is_fencing:
-            return
-        self._advance(
+    def _landed(self, request: PrefillRequest, start: int, end: int, stats: TransferStats) -> None:
+        first_block = request.message.first_block
+        landed_to = request.landed_to(first_block + self._handoff(request).num_landed_blocks, start, end)
+        handoff = self._advance(
             request,
             HandoffEvent.LAND,
-            num_landed_blocks=request.num_landed_blocks,
+            num_landed_blocks=landed_to - first_block,
             num_bytes=stats.num_bytes,
         )
-        if request.output is None:  # otherwise the seal is next, which says it all
-            self._send(request.peer.worker_id, answers.progress(request))
+        # With the first token sampled the seal is next, which says it all.
+        if request.output is None and handoff.state is not HandoffState.FENCING:
+            self._runtime.send(request.peer.worker_id, answers.progress(handoff))
 
     def _write_failed(self, request: PrefillRequest, error: BaseException) -> None:
-        if not request.is_fencing:
-            self._mark_peer_failed(request.peer)
+        if not self._is_fencing(request):
+            self._runtime.peers.mark_failed(request.peer)
             self._fail(request, "transfer_failed", f"a write to {request.peer.worker_id} failed: {error}")
 
     def _send_heartbeats(self) -> None:
         """Where a decode worker's connection is broken it has given its prompts up, or is dead."""
-        for worker, progress in answers.heartbeats(self._requests.values(), self._unconnected).items():
-            if self._send(worker, progress):
+        for worker, progress in answers.heartbeats(self.ledger, self._unconnected).items():
+            if self._runtime.send(worker, progress):
                 continue
             for request in list(self._requests.values()):
                 if request.peer.worker_id == worker:
@@ -320,22 +292,19 @@ class PrefillWorker:
         ]
         # Not here: over, or not arrived yet, and then it shall not start. Nothing will be written.
         self._over.add(engine_id(sender, cancel.key))
-        self._send(sender, HandoffFenced(key=cancel.key))
+        self._runtime.send(sender, HandoffFenced(key=cancel.key))
 
     def _fail(self, request: PrefillRequest, code: str, reason: str, *, retryable: bool = True) -> None:
         self._fence(request, reason, RequestError(code=code, message=reason, retryable=retryable))
 
     def _fence(self, request: PrefillRequest, reason: str, error: RequestError | None) -> None:
         """Stop, and say so once the writes under way have ended. Blocks that are being read stay pinned."""
-        if request.is_fencing:
-            return
         handoff = self.ledger.get(request.message.key)
         if handoff is None or handoff.state not in FENCEABLE_STATES:
-            return  # sealed and delivered: it is the decode worker's now
+            return  # over, or being stopped already
         if error is not None:
-            self._on_failed(error.code)
+            self._events.failed(error.code)
             logger.warning("prefill of %s stopped: %s", request.message.key, reason)
-        request.is_fencing = True
         request.error = error
         self._advance(request, HandoffEvent.FENCE, reason=reason)
         self._engine.run(lambda engine: engine.abort(request.engine_id, hold=True))
@@ -345,31 +314,31 @@ class PrefillWorker:
         """Go on once nothing is under way: confirm the fence, or seal."""
         if request.operations_in_flight or request.engine_id not in self._requests:
             return
-        if request.is_fencing:
+        if self._is_fencing(request):
             self._end(request, HandoffEvent.FENCED)
-            self._send(request.peer.worker_id, answers.fenced(request))
+            self._runtime.send(request.peer.worker_id, answers.fenced(request))
         elif request.output is not None:
             self._seal(request, request.output)
 
     def _seal(self, request: PrefillRequest, output: SequenceOutput) -> None:
-        sealed = answers.sealed(request, output, self._own, self._clock.monotonic())
+        sealed = answers.sealed(request, self._handoff(request), output, self._clock.monotonic())
         self._advance(request, HandoffEvent.SEAL)
-        future = self._transport.notify(request.peer, msgspec.msgpack.encode(sealed))
+        future = self._runtime.transport.notify(request.peer, msgspec.msgpack.encode(sealed))
         future.add_done_callback(
-            lambda done: self._post(lambda: self._seal_done(request, sealed.timings, done))
+            lambda done: self._runtime.post(lambda: self._seal_done(request, sealed.timings, done))
         )
 
     def _seal_done(self, request: PrefillRequest, timings: RequestTimings, future: Future[None]) -> None:
         if request.engine_id not in self._requests:
             return
         error = future.exception()
-        if error is not None and not request.is_fencing:
-            self._mark_peer_failed(request.peer)
+        if error is not None and not self._is_fencing(request):
+            self._runtime.peers.mark_failed(request.peer)
             self._fail(request, "transfer_failed", f"a seal to {request.peer.worker_id} failed: {error}")
             return
         self._advance(request, HandoffEvent.ACTIVATE)
         self._end(request, HandoffEvent.RELEASE)
-        self._on_sealed(timings)
+        self._events.first_token(timings)
 
     def _end(self, request: PrefillRequest, event: HandoffEvent) -> None:
         self._advance(request, event)
@@ -377,6 +346,14 @@ class PrefillWorker:
         del self._requests[request.engine_id]
         self._over.add(request.engine_id)
         self._engine.run(lambda engine: engine.release(request.engine_id))
+
+    def _handoff(self, request: PrefillRequest) -> Handoff:
+        handoff = self.ledger.get(request.message.key)
+        assert handoff is not None, request.engine_id
+        return handoff
+
+    def _is_fencing(self, request: PrefillRequest) -> bool:
+        return self._handoff(request).state is HandoffState.FENCING
 
     def _advance(
         self,
@@ -386,8 +363,8 @@ class PrefillWorker:
         num_landed_blocks: int = 0,
         num_bytes: int = 0,
         reason: str = "",
-    ) -> None:
-        self.ledger.transition(
+    ) -> Handoff:
+        return self.ledger.transition(
             request.message.key,
             event,
             self._clock.unix(),

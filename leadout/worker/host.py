@@ -17,13 +17,15 @@ from cluster.config.settings import LeadoutConfig
 from cluster.load import LoadReport, WorkerState
 from cluster.malformed import MalformedMessage
 from cluster.members import Members, ModelIdentity, Role, WorkerRecord
-from cluster.messages import Message
+from cluster.messages import Envelope, Message
 from cluster.metrics import WorkerMetrics
 from cluster.problem_log import ProblemLog
 from cluster.process_identity import LivenessProbe, own_process
 from cluster.registry import Registry, RegistryUnavailableError
+from cluster.rpc import RpcConnection
 from cluster.signals import on_signal
 from cluster.worker_shell import WorkerShell
+from decode_worker.decode_worker import DecodeWorker
 from engine.create_engine import CreatedEngine
 from engine.engine_commands import EngineCommands
 from engine.engine_loop import EngineLoop
@@ -33,8 +35,11 @@ from kv_transfer.peer_connections import PeerConnections
 from kv_transfer.transport import Peer, Transport
 from kv_transfer.verification import BlockVerifier
 from leadout.worker.load_report import load_report
-from leadout.worker.roles import RoleSurroundings, build_role
+from leadout.worker.metric_events import MetricEvents
 from model_files.model_source import ModelSource
+from prefill_worker.prefill_worker import PrefillWorker
+from worker_runtime.role import WorkerRole
+from worker_runtime.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -69,21 +74,32 @@ class WorkerHost:
         self._wake = asyncio.Event()  # something happened, or the process is to stop
         self._has_members = False
         self._slow_links: set[str] = set()  # peers
-        self._probe = LivenessProbe()
 
     async def run(self) -> int:
-        """Serve until SIGTERM or SIGINT, then drain; 1 if the engine failed."""
+        """Serve until SIGTERM or SIGINT, then drain; 1 if the engine failed.
+
+        Raises why it could not start: OSError and RpcError for an address that cannot be listened at,
+        RegistryUnavailableError, StaleIncarnationError, TransportUnavailableError, ValueError.
+        """
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             on_signal(number, self._on_signal)
+        async with contextlib.AsyncExitStack() as opened:
+            record = await self._open(opened)
+            self._engine_loop.start()
+            await self._register(record)
+            logger.info("%s worker %s serves %s", record.role, record.id, record.model.name)
+            return await self._serve()
+
+    async def _open(self, opened: contextlib.AsyncExitStack) -> WorkerRecord:
+        """Build and wire all parts; ``opened`` closes them, the last first."""
         config, created = self._config, self._created
         self._metrics = WorkerMetrics(self._role_name)
+        opened.callback(self._metrics.close)
         self._registry = Registry(config.registry, self._clock)
-        self._engine_loop = EngineLoop(
-            created.engine,
-            on_result=lambda result: self._post(functools.partial(self._on_step, result)),
-            clock=self._clock.monotonic,
-        )
+        opened.push_async_callback(self._registry.close)
+        self._probe = LivenessProbe()
+        opened.callback(self._probe.close)
         self._transport: Transport = create_transport(
             kind=config.kv_transfer.transport,
             backends=config.kv_transfer.backends,
@@ -93,6 +109,21 @@ class WorkerHost:
             num_blocks=created.storage.num_blocks,
             layout=created.kv_layout,
         )
+        opened.push_async_callback(asyncio.to_thread, self._transport.close)
+        verifier = BlockVerifier(
+            config.kv_transfer.verify,
+            base_address=created.storage.base_address,
+            block_bytes=created.kv_layout.block_bytes,
+            num_blocks=created.storage.num_blocks,
+            memory=self._transport.endpoint.memory,
+        )
+        opened.callback(verifier.close)
+        self._engine_loop = EngineLoop(
+            created.engine,
+            on_result=lambda result: self._post(functools.partial(self._on_step, result)),
+            clock=self._clock.monotonic,
+        )
+        opened.push_async_callback(asyncio.to_thread, self._engine_loop.stop)
         self._shell = WorkerShell(
             worker_id=self._own.worker_id,
             incarnation=self._own.incarnation,
@@ -105,22 +136,38 @@ class WorkerHost:
             on_router_lost=self._on_router_lost,
             on_drain=self._on_signal,
         )
-        self._verifier = BlockVerifier(
-            config.kv_transfer.verify,
-            base_address=created.storage.base_address,
-            block_bytes=created.kv_layout.block_bytes,
-            num_blocks=created.storage.num_blocks,
-            memory=self._transport.endpoint.memory,
+        opened.push_async_callback(self._shell.close)
+        record = await self._make_record()
+        self._connections = PeerConnections(
+            self._transport,
+            record,
+            post=self._post,
+            check_gone=lambda one: asyncio.run_coroutine_threadsafe(self._probe.is_gone(one), self._loop),
+            on_connected=self._on_peer_connected,
+            on_lost=self._on_peer_lost,
         )
-        try:
-            record = await self._make_record()
-            self._build_role(record)
-            self._engine_loop.start()
-            await self._register(record)
-            logger.info("%s worker %s serves %s", record.role, record.id, record.model.name)
-            return await self._serve()
-        finally:
-            await self._close()
+        runtime = WorkerRuntime(
+            own=self._own,
+            block_size=created.kv_layout.block_size,
+            lease_s=config.registry.lease_ms / 1000,
+            heartbeat_s=config.registry.heartbeat_ms / 1000,
+            max_stall_s=config.registry.max_stall_s,
+            clock=self._clock,
+            engine=EngineCommands(self._engine_loop, self._post),
+            transport=self._transport,
+            verifier=verifier,
+            peers=self._connections,
+            connect=self._connect,
+            send=self._shell.send,
+            post=self._post,
+        )
+        role_type = PrefillWorker if self._role_name == "prefill" else DecodeWorker
+        self._role: WorkerRole = role_type(runtime, MetricEvents(self._metrics))
+        opened.callback(self._role.close)
+        self._transport.on_notification(
+            lambda payload: self._post(functools.partial(self._role.on_notification, payload))
+        )
+        return record
 
     async def _make_record(self) -> WorkerRecord:
         worker, created = self._config.worker, self._created
@@ -149,30 +196,19 @@ class WorkerHost:
             started_at=self._clock.unix(),
         )
 
-    def _build_role(self, record: WorkerRecord) -> None:
-        self._hosted = build_role(
-            RoleSurroundings(
-                config=self._config,
-                own=self._own,
-                record=record,
-                engine=EngineCommands(self._engine_loop, self._post),
-                transport=self._transport,
-                verifier=self._verifier,
-                clock=self._clock,
-                metrics=self._metrics,
-                connections=lambda: self._connections,
-                send=self._shell.send,
-                post=self._post,
-            )
-        )
-        self._role = self._hosted.role
-        self._connections = PeerConnections(
-            self._transport,
-            record,
-            post=self._post,
-            check_gone=lambda one: asyncio.run_coroutine_threadsafe(self._probe.is_gone(one), self._loop),
-            on_connected=self._hosted.on_connected,
-            on_lost=self._hosted.on_lost,
+    def _connect(
+        self,
+        record: WorkerRecord,
+        on_message: Callable[[Envelope], None],
+        on_disconnected: Callable[[], None],
+    ) -> RpcConnection:
+        """See cluster.rpc.Connect."""
+        return RpcConnection(
+            record.address,
+            sender=self._own.worker_id,
+            incarnation=self._own.incarnation,
+            on_message=on_message,
+            on_disconnected=on_disconnected,
         )
 
     async def _register(self, record: WorkerRecord) -> None:
@@ -268,7 +304,7 @@ class WorkerHost:
             return await self._report()
         if self._state == "starting" and self._has_members and self._connections.is_settled:
             self._state = "ready"
-        report = load_report(load, self._state, self._hosted.ledger, self._transport.peers())
+        report = load_report(load, self._state, self._role.ledger, self._transport.peers())
         self._note_slow_links(report)
         self._metrics.set_load(report)
         self._shell.publish_load(report)
@@ -305,6 +341,12 @@ class WorkerHost:
         self._metrics.lease_expired("router")
         self._role.on_router_lost(router, incarnation)
 
+    def _on_peer_connected(self, peer: Peer, record: WorkerRecord) -> None:
+        self._role.on_peer_connected(peer, record)
+
+    def _on_peer_lost(self, peer: Peer) -> None:
+        self._role.on_peer_lost(peer)
+
     def _on_step(self, result: StepResult) -> None:
         self._wake.set()
         if result.num_tokens:
@@ -322,13 +364,3 @@ class WorkerHost:
         """Run ``function`` in the event loop, from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
             self._loop.call_soon_threadsafe(function)
-
-    async def _close(self) -> None:
-        await self._shell.close()
-        await asyncio.to_thread(self._engine_loop.stop)
-        self._hosted.close()
-        self._probe.close()
-        await asyncio.to_thread(self._transport.close)
-        self._verifier.close()
-        await self._registry.close()
-        self._metrics.close()

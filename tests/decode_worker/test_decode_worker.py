@@ -167,7 +167,7 @@ def test_when_a_prefill_worker_fails_the_router_is_asked_to_plan_anew(bench: Ben
         bench.world.crash("prefill-0")
         bench.world.update_members()
     elif how == "broken connection":
-        bench.role.remote_prefills.on_unreachable(bench.prefill.peer)
+        bench.decode.links[bench.prefill.peer].on_disconnected()
     else:
         bench.world.clock.advance(LEASE_S)
         bench.role.on_tick()
@@ -193,7 +193,7 @@ def test_what_has_landed_is_kept_for_the_next_attempt(bench: Bench) -> None:
     bench.generate()
     bench.fill()
     bench.progress(num_landed_blocks=2)
-    bench.role.remote_prefills.on_unreachable(bench.prefill.peer)
+    bench.decode.links[bench.prefill.peer].on_disconnected()
     bench.run()
     assert bench.decode.engine.load().kv.blocks_quarantined == 1, "landed blocks are not written again"
     bench.generate(attempt=2)
@@ -238,7 +238,7 @@ def test_blocks_that_are_not_what_was_sent_are_computed_again(bench: Bench, is_r
         kv[prefill.block_ids[1], 2] += 1  # one wrong value on the way
     bench.seal(checksums=checksums)
     assert bench.tokens() == oracle(PROMPT, greedy(4, ignore_eos=True))
-    assert len(bench.decode.corrupted) == (not is_right)
+    assert len(bench.decode.events.corrupted) == (not is_right)
     timings = bench.outputs()[0].timings
     assert timings is not None
     assert timings.prefill_worker == ("prefill-0" if is_right else "")

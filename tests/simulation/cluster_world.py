@@ -17,20 +17,16 @@ import torch
 
 from cluster.load import WorkerState
 from cluster.members import Role, WorkerRecord
-from cluster.messages import Envelope, KvEvents, LoadUpdate, Message, Subscribe
-from cluster.rpc import RpcError
+from cluster.messages import KvEvents, LoadUpdate, Subscribe
 from cluster.sequence_spec import SequenceSpec
-from decode_worker.decode_worker import DecodeWorker
 from kv_transfer.handoff import HandoffOutcome
-from kv_transfer.handoff_ledger import HandoffLedger
 from kv_transfer.transport import Peer, TransferStats
 from leadout.worker.load_report import load_report
-from prefill_worker.prefill_worker import PrefillWorker
 from router.in_flight import SequenceRequest
 from router.policy.plan import NoWorkerError
 from tests.simulation.simulated_router import ROUTER, Client, Router
 from tests.simulation.under_way import Packet, Write
-from tests.simulation.world import LEASE_S, Worker, World
+from tests.simulation.world import LEASE_S, MAX_STALL_S, Worker, World
 
 WORKERS: dict[str, Role] = {
     "prefill-0": "prefill",
@@ -38,7 +34,6 @@ WORKERS: dict[str, Role] = {
     "decode-0": "decode",
     "decode-1": "decode",
 }
-MAX_STALL_S = 3.0
 REMOVAL_ENDS_WRITES = True  # of a live writer: what RDMA promises, and shared memory does not
 
 
@@ -52,20 +47,6 @@ class ClusterWorker(Worker):
     router_seen_at: float = 0.0
     kv_sequence: int = 0
     cached: dict[bytes, None] = field(default_factory=dict)
-
-    @property
-    def ledger(self) -> HandoffLedger:
-        return self.role.ledger if isinstance(self.role, PrefillWorker) else self.role.remote_prefills.ledger
-
-    def get(self, worker_id: str) -> Peer | None:
-        """As PrefillLinks: a link stays open while its peer's agent is here."""
-        return next((peer for peer in self.agents if peer.worker_id == worker_id), None)
-
-    def send(self, peer: Peer, message: Message) -> None:
-        """As PrefillLinks."""
-        if peer not in self.agents:
-            raise RpcError("gone")
-        self.world.packets.append(Packet(self.peer, peer.worker_id, message))
 
     def subscribe(self, router: Peer, wants_snapshot: bool) -> None:
         if self.router is not None and self.router.incarnation > router.incarnation:
@@ -83,7 +64,9 @@ class ClusterWorker(Worker):
 
     def report(self) -> None:
         if self.router is not None:
-            self.answer(ROUTER, LoadUpdate(load=load_report(self.engine.load(), self.state, self.ledger, ())))
+            self.answer(
+                ROUTER, LoadUpdate(load=load_report(self.engine.load(), self.state, self.role.ledger, ()))
+            )
 
     def tick(self) -> None:
         if self.router is not None and self.world.clock.monotonic() - self.router_seen_at > LEASE_S:
@@ -283,9 +266,7 @@ class ClusterWorld(World):
         if packet.receiver == ROUTER:
             connection = self.router.connections.get(packet.sender) if self.router else None
             if connection is not None:
-                connection.on_message(
-                    Envelope(packet.sender.worker_id, packet.sender.incarnation, packet.message)
-                )
+                connection.receive(packet)
             return
         worker = self.workers[packet.receiver]
         if not worker.is_alive:
@@ -298,7 +279,7 @@ class ClusterWorld(World):
                 worker.subscribe(packet.sender, packet.message.snapshot)
             else:
                 worker.role.on_message(ROUTER, packet.sender.incarnation, packet.message)
-        elif isinstance(worker.role, PrefillWorker) or packet.sender in worker.agents:
+        else:
             worker.receive(packet)
         worker.run_posts()
 
@@ -317,12 +298,11 @@ class ClusterWorld(World):
                 for peer, connection in list(self.router.connections.items()):
                     if peer.worker_id == name:
                         connection.on_disconnected()
-            elif ROUTER not in pair and worker is not None and isinstance(worker.role, DecodeWorker):
-                assert isinstance(worker, ClusterWorker)
-                peer = worker.get((pair - {name}).pop())
-                if worker.is_alive and peer is not None:
-                    worker.role.remote_prefills.on_unreachable(peer)
-                    worker.run_posts()
+            elif ROUTER not in pair and worker is not None and worker.is_alive:
+                for peer, link in list(worker.links.items()):
+                    if peer.worker_id in pair:
+                        link.on_disconnected()
+                worker.run_posts()
 
     def crash(self, name: str) -> None:
         """kill -9. Of what it was writing some is lost, and some is on the wire."""
@@ -370,7 +350,7 @@ class ClusterWorld(World):
         self._check_held(target, write.remote_ids, "written")
         writable = {
             block_id
-            for handoff in target.ledger.with_peer(write.source.peer)
+            for handoff in target.role.ledger.with_peer(write.source.peer)
             for block_id in handoff.writable_block_ids
         }
         strangers = set(write.remote_ids) - writable
@@ -385,8 +365,10 @@ class ClusterWorld(World):
         for worker in self.workers.values():
             if worker.is_alive and isinstance(worker, ClusterWorker):
                 worker.engine.check_invariants()
-                worker.ledger.check_invariants()
+                worker.role.ledger.check_invariants()
 
     def outcomes(self) -> Counter[HandoffOutcome | None]:
         """How handoffs of the lives that are left have ended."""
-        return Counter(handoff.outcome for worker in self.workers.values() for handoff in worker.handoffs)
+        return Counter(
+            handoff.outcome for worker in self.workers.values() for handoff in worker.events.handoffs
+        )

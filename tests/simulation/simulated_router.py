@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.members import WorkerRecord
-from cluster.messages import Envelope, Message
 from cluster.sampling_params import SamplingParams
 from kv_transfer.transport import Peer
 from router.cluster_view import ClusterView
@@ -15,7 +13,7 @@ from router.dispatch import Dispatcher
 from router.in_flight import Generation
 from router.metrics import RouterMetrics
 from router.policy.choose_workers import PolicySettings
-from tests.simulation.under_way import Packet
+from tests.simulation.under_way import SimulatedConnection
 
 if TYPE_CHECKING:
     from tests.simulation.cluster_world import ClusterWorld
@@ -33,29 +31,6 @@ class SimulatedTimer:
 
     def cancel(self) -> None:
         self.is_cancelled = True
-
-
-class SimulatedConnection:
-    """A router's connection to one worker."""
-
-    def __init__(
-        self,
-        router: Router,
-        record: WorkerRecord,
-        on_message: Callable[[Envelope], None],
-        on_disconnected: Callable[[], None],
-    ) -> None:
-        self._router = router
-        self.worker = Peer(record.id, record.incarnation)
-        self.on_message = on_message
-        self.on_disconnected = on_disconnected
-        router.connections[self.worker] = self
-
-    def send(self, message: Message) -> None:
-        self._router.world.packets.append(Packet(self._router.peer, self.worker.worker_id, message))
-
-    def close(self) -> None:
-        self._router.connections.pop(self.worker, None)
 
 
 @dataclass(eq=False)
@@ -86,7 +61,7 @@ class Router:
         self.frozen_since: float | None = None
         self.view = ClusterView(
             connect=lambda record, on_message, on_disconnected: SimulatedConnection(
-                self, record, on_message, on_disconnected
+                lambda: world.packets, self.peer, self.connections, record, on_message, on_disconnected
             ),
             on_tokens=lambda worker, batch: self.dispatcher.on_tokens(worker, batch),
             on_worker_lost=lambda worker: self.dispatcher.on_worker_lost(worker),

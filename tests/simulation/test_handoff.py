@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cluster.messages import Cancel, Generate, TokenBatch
 from cluster.sampling_params import SamplingParams
 from cluster.sequence_spec import RequestKey, SequenceSpec
-from decode_worker.decode_worker import DecodeWorker
 from tests.engine.prefix_runner import greedy, oracle
 from tests.simulation.world import REPAIRABLE, World
 
@@ -202,8 +201,7 @@ class HandoffMachine(RuleBasedStateMachine):
             load = worker.engine.load()
             assert load.kv.blocks_free == load.kv.blocks_total, (worker.peer, load)
             assert worker.role.num_active == 0, worker.peer
-            if isinstance(worker.role, DecodeWorker):
-                assert len(worker.role.remote_prefills.ledger) == 0
+            assert len(worker.role.ledger) == 0
 
     def _is_quiet(self) -> bool:
         return not self.world.packets and all(

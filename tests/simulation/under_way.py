@@ -7,8 +7,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cluster.messages import Message
+from cluster.clock import Clock
+from cluster.members import WorkerRecord
+from cluster.messages import Envelope, Message, RequestTimings
 from engine.engine import Engine
+from kv_transfer.handoff import Handoff
 from kv_transfer.transport import Peer, TransferStats
 from kv_transfer.verification import BlockVerifier
 
@@ -23,6 +26,29 @@ class InlineVerifier(BlockVerifier):
         future: Future[list[int]] = Future()
         future.set_result([self._checksum(block_id) for block_id in block_ids])
         return future
+
+
+class RecordedEvents:
+    """See WorkerEvents."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.handoffs: list[Handoff] = []  # that have ended
+        self.corrupted: list[float] = []  # when blocks came that were not what was sent
+
+    def first_token(self, timings: RequestTimings) -> None: ...
+
+    def failed(self, code: str) -> None: ...
+
+    def handoff_ended(self, handoff: Handoff) -> None:
+        self.handoffs.append(handoff)
+
+    def lease_expired(self) -> None: ...
+
+    def corrupt(self) -> None:
+        self.corrupted.append(self._clock.unix())
+
+    def dropped(self, reason: str) -> None: ...
 
 
 @dataclass(eq=False)
@@ -44,6 +70,36 @@ class Packet:
     receiver: str  # id: whoever lives there when it arrives
     message: Message
     is_notification: bool = False
+
+
+class SimulatedConnection:
+    """See ``cluster.rpc.Connection``: to one life of a worker, in the table of its owner while it is open."""
+
+    def __init__(
+        self,
+        packets: Callable[[], list[Packet]],
+        owner: Peer,
+        table: dict[Peer, SimulatedConnection],
+        record: WorkerRecord,
+        on_message: Callable[[Envelope], None],
+        on_disconnected: Callable[[], None],
+    ) -> None:
+        self._packets = packets
+        self._owner = owner
+        self._table = table
+        self._worker = Peer(record.id, record.incarnation)
+        self.on_message = on_message
+        self.on_disconnected = on_disconnected
+        table[self._worker] = self
+
+    def send(self, message: Message) -> None:
+        self._packets().append(Packet(self._owner, self._worker.worker_id, message))
+
+    def receive(self, packet: Packet) -> None:
+        self.on_message(Envelope(packet.sender.worker_id, packet.sender.incarnation, packet.message))
+
+    def close(self) -> None:
+        self._table.pop(self._worker, None)
 
 
 class SimulatedLoop:

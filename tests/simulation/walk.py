@@ -78,7 +78,7 @@ class Walk:
             assert outcome is not None
             self.world.counts[f"handoffs: {outcome.value}"] += count
         for worker in self.world.workers.values():
-            self.world.counts["checksum mismatches"] += len(worker.corrupted)
+            self.world.counts["checksum mismatches"] += len(worker.events.corrupted)
             self.world.counts["preemptions"] += worker.engine.load().queue.preemptions_total
         return self.world.counts
 
@@ -232,10 +232,10 @@ class Walk:
 
     def restart(self, name: str) -> None:
         gone = self.world.workers[name]
-        for outcome, count in Counter(handoff.outcome for handoff in gone.handoffs).items():
+        for outcome, count in Counter(handoff.outcome for handoff in gone.events.handoffs).items():
             assert outcome is not None
             self.world.counts[f"handoffs: {outcome.value}"] += count
-        self.world.counts["checksum mismatches"] += len(gone.corrupted)
+        self.world.counts["checksum mismatches"] += len(gone.events.corrupted)
         self.world.counts["preemptions"] += gone.engine.load().queue.preemptions_total
         self.world.start(name, WORKERS[name])
 
@@ -314,10 +314,10 @@ class Walk:
             assert isinstance(worker, ClusterWorker)
             load = worker.engine.load()
             assert load.kv.blocks_free == load.kv.blocks_total, (worker.peer, load)
-            assert len(worker.ledger) == 0, worker.peer
+            assert len(worker.role.ledger) == 0, worker.peer
             assert worker.role.num_active == 0, worker.peer
             if isinstance(worker.role, DecodeWorker):
-                assert not worker.role.remote_prefills._wanted
+                assert not worker.role._remote_prefills._wanted
         for client in self.world.clients.values():
             self._check_client(client)
 

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import torch
@@ -21,6 +20,7 @@ from cluster.kv_layout import KvLayout
 from cluster.members import ModelIdentity, Role, TransportEndpoint, WorkerRecord
 from cluster.messages import (
     Cancel,
+    Envelope,
     Generate,
     HandoffFenced,
     HandoffProgress,
@@ -30,18 +30,24 @@ from cluster.messages import (
     TokenBatch,
     TokenOutput,
 )
-from cluster.rpc import RpcError
 from cluster.sequence_spec import RequestKey
-from decode_worker.decode_worker import DecodeMetrics, DecodeWorker
+from decode_worker.decode_worker import DecodeWorker
 from engine.engine import Engine
 from engine.engine_commands import EngineCommands
-from kv_transfer.handoff import Handoff
 from kv_transfer.peer_connections import PeerConnections
 from kv_transfer.transport import Peer, TransferError, TransferStats
 from kv_transfer.verification import VerifyMode
 from prefill_worker.prefill_worker import PrefillWorker
 from tests.engine.prefix_runner import VOCAB_SIZE, make_engine
-from tests.simulation.under_way import InlineVerifier, Packet, SimulatedLoop, Write
+from tests.simulation.under_way import (
+    InlineVerifier,
+    Packet,
+    RecordedEvents,
+    SimulatedConnection,
+    SimulatedLoop,
+    Write,
+)
+from worker_runtime.runtime import WorkerRuntime
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 15
@@ -51,6 +57,7 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZ
 VERIFY: VerifyMode = "all"
 LEASE_S = 5.0
 HEARTBEAT_S = 1.0
+MAX_STALL_S = 3.0
 
 
 @dataclass(eq=False)
@@ -62,9 +69,9 @@ class Worker:
     role_name: Role
     posts: list[Callable[[], None]] = field(default_factory=list)
     agents: set[Peer] = field(default_factory=set)  # whom this one's transport knows
-    handoffs: list[Handoff] = field(default_factory=list)  # that have ended
-    corrupted: list[float] = field(default_factory=list)  # when blocks came that were not what was sent
+    links: dict[Peer, SimulatedConnection] = field(default_factory=dict)  # to prefill workers
     is_alive: bool = True
+    is_cut_off: bool = False  # its answers reach nobody
 
     def __post_init__(self) -> None:
         engine, self.runner = make_engine(
@@ -79,48 +86,35 @@ class Worker:
             block_bytes=kv[0].numel() * kv.element_size(),
             num_blocks=NUM_BLOCKS,
         )
-        common: dict[str, Any] = {
-            "own": self.peer,
-            "block_size": BLOCK_SIZE,
-            "engine": commands,
-            "transport": self,
-            "verifier": verifier,
-            "clock": self.world.clock,
-            "send": self.answer,
-            "post": self.posts.append,
-        }
-        self.role: PrefillWorker | DecodeWorker
-        if self.role_name == "prefill":
-            self.role = PrefillWorker(
-                get_peer=lambda name: self.connections.get(name),
-                mark_peer_failed=lambda peer: self.connections.mark_failed(peer),
-                heartbeat_s=HEARTBEAT_S,
-                max_stall_s=1e9,
-                on_sealed=lambda timings: None,
-                on_failed=lambda code: None,
-                on_handoff_ended=self.handoffs.append,
-                **common,
-            )
-            on_connected, on_lost = self.role.on_peer_connected, self.role.on_peer_lost
-        else:
-            metrics = DecodeMetrics(
-                on_first_token=lambda timings: None,
-                on_failed=lambda code: None,
-                on_handoff_ended=self.handoffs.append,
-                on_lease_expired=lambda: None,
-                on_corrupt=lambda: self.corrupted.append(self.world.clock.unix()),
-            )
-            self.role = DecodeWorker(links=self, lease_s=LEASE_S, metrics=metrics, **common)  # type: ignore[arg-type]
-            remote = self.role.remote_prefills
-            on_connected, on_lost = lambda peer, record: None, remote.on_peer_lost
         self.connections = PeerConnections(
             self,  # type: ignore[arg-type]
             self.record,
             post=self.posts.append,
             check_gone=self.world.check_gone,
-            on_connected=on_connected,
-            on_lost=on_lost,
+            on_connected=lambda peer, record: self.role.on_peer_connected(peer, record),
+            on_lost=lambda peer: self.role.on_peer_lost(peer),
         )
+        runtime = WorkerRuntime(
+            own=self.peer,
+            block_size=BLOCK_SIZE,
+            lease_s=LEASE_S,
+            heartbeat_s=HEARTBEAT_S,
+            max_stall_s=MAX_STALL_S,
+            clock=self.world.clock,
+            engine=commands,
+            transport=self,  # type: ignore[arg-type]
+            verifier=verifier,
+            peers=self.connections,
+            connect=self.connect,
+            send=self.answer,
+            post=self.posts.append,
+        )
+        self.events = RecordedEvents(self.world.clock)
+        self.role: PrefillWorker | DecodeWorker
+        if self.role_name == "prefill":
+            self.role = PrefillWorker(runtime, self.events)
+        else:
+            self.role = DecodeWorker(runtime, self.events)
 
     @property
     def engine(self) -> Engine:
@@ -154,27 +148,28 @@ class Worker:
     # --- messages ---
 
     def answer(self, receiver: str, message: Message) -> bool:
+        if self.is_cut_off:
+            return False
         self.world.packets.append(Packet(self.peer, receiver, message))
         return True
 
-    def get(self, worker_id: str) -> Peer | None:
-        """As PrefillLinks."""
-        return self.connections.get(worker_id)
-
-    def send(self, peer: Peer, message: Message) -> None:
-        """As PrefillLinks."""
-        if self.connections.get(peer.worker_id) != peer:
-            raise RpcError("gone")
-        self.world.packets.append(Packet(self.peer, peer.worker_id, message))
+    def connect(
+        self,
+        record: WorkerRecord,
+        on_message: Callable[[Envelope], None],
+        on_disconnected: Callable[[], None],
+    ) -> SimulatedConnection:
+        return SimulatedConnection(
+            lambda: self.world.packets, self.peer, self.links, record, on_message, on_disconnected
+        )
 
     def receive(self, packet: Packet) -> None:
         if packet.is_notification:
-            assert isinstance(packet.message, Sealed)
-            assert isinstance(self.role, DecodeWorker)
-            self.role.remote_prefills.on_sealed(packet.message)
+            if packet.sender in self.agents:
+                self.role.on_notification(msgspec.msgpack.encode(packet.message))
         elif isinstance(packet.message, HandoffFenced | HandoffProgress):
-            assert isinstance(self.role, DecodeWorker)
-            self.role.on_prefill_worker_message(packet.sender, packet.message)
+            if packet.sender in self.links:
+                self.links[packet.sender].receive(packet)
         else:
             self.role.on_message(packet.sender.worker_id, packet.sender.incarnation, packet.message)
 
@@ -346,12 +341,7 @@ class World:
         for worker in self.workers.values():
             if worker.is_alive:
                 worker.engine.check_invariants()
-                ledger = (
-                    worker.role.ledger
-                    if isinstance(worker.role, PrefillWorker)
-                    else worker.role.remote_prefills.ledger
-                )
-                ledger.check_invariants()
+                worker.role.ledger.check_invariants()
         for write in self.writes:
             target = self.at(write.target)
             assert target is not None
@@ -362,7 +352,8 @@ class World:
                 continue
             for request in worker.role._requests.values():
                 decode = self.at(request.peer)
-                if decode is not None and worker.peer in decode.agents and not request.is_fencing:
+                is_fencing = worker.role._is_fencing(request)
+                if decode is not None and worker.peer in decode.agents and not is_fencing:
                     pushed = request.next_block - request.message.first_block
                     if request.output is None or request.operations_in_flight:
                         self._check_held(decode, request.message.block_ids[pushed:], "writable")
