@@ -17,9 +17,6 @@ T = TypeVar("T")
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
-# Ends of a turn that a file may leave out of its EOS ids; taken only where they are control tokens.
-_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-
 # The published word patterns of each family. All whitespace and digits stay in some piece: a Split keeps what
 # its pattern does not match as a piece of its own.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -92,7 +89,6 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
         backend,
         BYTE_LEVEL,
         bos_token_id=bos_token_id,
-        eos_token_ids=_end_token_ids(metadata, tokens, token_types),
         prefix_token_ids=() if bos_token_id is None or not adds_bos else (bos_token_id,),
         suffix_token_ids=() if eos_token_id is None or not adds_eos else (eos_token_id,),
     )
@@ -160,17 +156,6 @@ def _add_special_tokens(backend: BackendTokenizer, tokens: list[str], token_type
 
     backend.add_special_tokens(added(True, lambda token_type: token_type in (_CONTROL, _UNKNOWN)))
     backend.add_tokens(added(False, lambda token_type: token_type == _USER_DEFINED))
-
-
-def _end_token_ids(metadata: Mapping[str, object], tokens: list[str], token_types: list[int]) -> set[int]:
-    ends = {_token_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")}
-    controls = {
-        token: index
-        for index, (token, token_type) in enumerate(zip(tokens, token_types, strict=True))
-        if token_type == _CONTROL
-    }
-    ends.update(controls.get(text) for text in _END_OF_TURN)
-    return {token_id for token_id in ends if token_id is not None}
 
 
 def _field(metadata: Mapping[str, object], key: str, kind: type[T], default: T | None = None) -> T:

@@ -15,11 +15,9 @@ _SPACE_MARK = "▁"
 
 
 def tokenizer_from_folder(path: Path) -> Tokenizer:
-    """The tokenizer of a folder: tokenizer.json, with BOS and EOS from tokenizer_config.json and its fellows.
+    """The tokenizer of a folder: tokenizer.json, with the BOS token that its neighbours name.
 
-    Ends of generation are the tokenizer's EOS token and those of generation_config.json (config.json where
-    that has none). Raises TokenizerError where a file is missing or broken, or a decoder is of an unknown
-    kind.
+    Raises TokenizerError where a file is missing or broken, or a decoder is of an unknown kind.
     """
     path = Path(path)
     file = path / "tokenizer.json"
@@ -34,16 +32,14 @@ def tokenizer_from_folder(path: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     config = read_json_object(path / "tokenizer_config.json")
-    bos_token, eos_token = special_token_texts_of_folder(path)
+    bos_token, _ = special_token_texts_of_folder(path)
     bos_token_id = _token_id(backend, bos_token, "bos_token", path)
-    eos_token_id = _token_id(backend, eos_token, "eos_token", path)
     prefix, suffix = _surrounding_token_ids(backend, file)
     prefix = _with_bos(prefix, bos_token_id, config.get("add_bos_token"))
     return Tokenizer(
         backend,
         _piece_format(backend, file),
         bos_token_id=bos_token_id,
-        eos_token_ids=_end_token_ids(path, eos_token_id),
         prefix_token_ids=prefix,
         suffix_token_ids=suffix,
     )
@@ -129,20 +125,6 @@ def _token_id(backend: BackendTokenizer, text: str | None, name: str, path: Path
     if token_id is None:
         raise TokenizerError(f"{path}: {name} is {text!r}, which is not in the vocabulary of tokenizer.json")
     return token_id
-
-
-def _end_token_ids(path: Path, eos_token_id: int | None) -> set[int]:
-    ends = set() if eos_token_id is None else {eos_token_id}
-    for name in ("generation_config.json", "config.json"):
-        value = read_json_object(path / name).get("eos_token_id")
-        listed = value if isinstance(value, list) else [value] if value is not None else []
-        if any(type(token_id) is not int for token_id in listed):
-            raise TokenizerError(
-                f"{path / name}: eos_token_id is {value!r}; expected an integer or a list of them"
-            )
-        if listed:
-            return ends | set(listed)
-    return ends
 
 
 def _surrounding_token_ids(backend: BackendTokenizer, file: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -79,7 +79,6 @@ class Tokenizer:
         piece_format: PieceFormat,
         *,
         bos_token_id: int | None,
-        eos_token_ids: Iterable[int],
         prefix_token_ids: Iterable[int] = (),
         suffix_token_ids: Iterable[int] = (),
     ) -> None:
@@ -97,10 +96,9 @@ class Tokenizer:
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         self.bos_token_id = bos_token_id
-        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.prefix_token_ids = tuple(prefix_token_ids)
         self.suffix_token_ids = tuple(suffix_token_ids)
-        for token_id in (bos_token_id, *self.eos_token_ids, *self.prefix_token_ids, *self.suffix_token_ids):
+        for token_id in (bos_token_id, *self.prefix_token_ids, *self.suffix_token_ids):
             if token_id is not None and not 0 <= token_id < self.vocab_size:
                 raise TokenizerError(
                     f"the special token id {token_id} is outside the vocabulary of {self.vocab_size}"

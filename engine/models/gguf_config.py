@@ -14,6 +14,7 @@ from engine.models.config import (
     RopeScaling,
     YarnScaling,
 )
+from model_files.end_tokens import end_token_ids
 from model_files.gguf import GgufFile, GgufValue
 
 SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -72,7 +73,7 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
     """The configuration of the model in ``file``.
 
     Raises ModelConfigError for an architecture or a feature that is not implemented, and for metadata that
-    is missing or of the wrong type.
+    is missing or of the wrong type; ModelFileError for tokens that end an answer and do not exist.
     """
     metadata = _Metadata(file)
     architecture = metadata.string("general.architecture")
@@ -104,10 +105,6 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
     if vocab_size is None:
         raise metadata.error(f"neither {architecture}.vocab_size nor tokenizer.ggml.tokens is there")
     max_position = metadata.integer(f"{architecture}.context_length")
-    eos_ids = (
-        metadata.optional_integer("tokenizer.ggml.eos_token_id"),
-        metadata.optional_integer("tokenizer.ggml.eot_token_id"),
-    )
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -130,7 +127,7 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         sliding_window=metadata.optional_integer(f"{architecture}.attention.sliding_window"),
         bos_token_id=metadata.optional_integer("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=tuple(dict.fromkeys(token for token in eos_ids if token is not None)),
+        eos_token_ids=end_token_ids(file),
     )
 
 

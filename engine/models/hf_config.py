@@ -17,6 +17,7 @@ from engine.models.config import (
     RopeScaling,
     YarnScaling,
 )
+from model_files.end_tokens import end_token_ids
 
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -118,7 +119,7 @@ def hf_model_config(folder: Path) -> ModelConfig:
         qk_norm=architecture == "Qwen3ForCausalLM",
         sliding_window=_sliding_window(fields, architecture),
         bos_token_id=bos_ids[0] if bos_ids else None,
-        eos_token_ids=_eos_token_ids(fields, folder),
+        eos_token_ids=end_token_ids(folder),
     )
 
 
@@ -209,11 +210,3 @@ def _sliding_window(fields: _Fields, architecture: str) -> int | None:
     if architecture == "LlamaForCausalLM" or window is None:
         return None
     return fields.integer("sliding_window")
-
-
-def _eos_token_ids(fields: _Fields, folder: Path) -> tuple[int, ...]:
-    ids = fields.token_ids("eos_token_id")
-    path = folder / "generation_config.json"
-    if path.is_file():
-        ids += _read_json(path).token_ids("eos_token_id")
-    return tuple(dict.fromkeys(ids))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,9 @@ from model_files.model_source import (
     resolve_model,
 )
 from tests.engine.formats import FORMATS
+from tests.engine.models.test_gguf_models import converted
 from tests.engine.models.tiny_models import COMMON, reference_model, save
+from tests.model_files.gguf_writer import write_gguf
 from text_pipeline.text_model import TextModel, load_text_model
 
 BLOCK_SIZE = 16
@@ -54,10 +55,10 @@ def create(source: ModelSource, **changes: Any) -> CreatedEngine:
 
 
 def run(
-    engine: Engine, prompt: list[int], max_tokens: int, *, request_id: str = "r", ignore_eos: bool = False
+    engine: Engine, prompt: list[int], max_tokens: int, *, request_id: str = "r", **fields: Any
 ) -> list[SequenceOutput]:
-    """All outputs of one greedy request."""
-    sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=ignore_eos)
+    """All outputs of one greedy request; ``fields`` are of its SamplingParams."""
+    sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, **fields)
     engine.add_request(
         NewRequest(request_id=request_id, spec=SequenceSpec(prompt_token_ids=prompt, sampling=sampling)),
         now=0.0,
@@ -227,11 +228,22 @@ def test_block_hashes_are_those_of_model_and_layout(tiny: ModelSource) -> None:
     assert sorted(created.engine.cached_block_hashes()) == sorted(hash_blocks(prompt, BLOCK_SIZE, root))
 
 
-def test_eos_tokens_of_a_folder_come_from_both_files(tiny: ModelSource, tmp_path: Path) -> None:
-    for file in tiny.path.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
-    assert create(ModelSource("hf", tmp_path, "tiny")).eos_token_ids == (2, 7, 9)
+def test_a_chat_model_in_gguf_ends_with_its_turn(tmp_path: Path) -> None:
+    """Its file names only the end of a text as EOS; the chat template ends turns with another token."""
+    metadata, tensors = converted("llama", reference_model("llama"))
+    end_of_text, end_of_turn = 0, 5
+    tokens = [f"t{index}" for index in range(COMMON["vocab_size"])]
+    tokens[end_of_text], tokens[end_of_turn] = "<|endoftext|>", "<|im_end|>"
+    metadata |= {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token.startswith("<|") else 1 for token in tokens],
+        "tokenizer.ggml.eos_token_id": end_of_text,
+        "tokenizer.chat_template": "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}",
+    }
+    created = create(ModelSource("gguf", write_gguf(tmp_path / "m.gguf", metadata, tensors), "m"))
+    assert created.eos_token_ids == (end_of_text, end_of_turn)
+    outputs = run(created.engine, [7, 8, 9], max_tokens=8, logit_bias={end_of_turn: 100.0})
+    assert (tokens_of(outputs), outputs[-1].finish_reason) == ([end_of_turn], "stop")
 
 
 def text_of(source: ModelSource) -> TextModel:

@@ -38,9 +38,7 @@ def sentencepiece() -> Tokenizer:
     vocabulary = {piece: index for index, piece in enumerate(PIECES)}
     backend = BackendTokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     backend.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])
-    return Tokenizer(
-        backend, PieceFormat("sentencepiece", byte_fallback=True), bos_token_id=None, eos_token_ids=[]
-    )
+    return Tokenizer(backend, PieceFormat("sentencepiece", byte_fallback=True), bos_token_id=None)
 
 
 PIECE_TOKENIZER = sentencepiece()

@@ -68,7 +68,7 @@ def sentencepiece(prefix: str) -> TextModel:
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
     piece_format = PieceFormat("sentencepiece", byte_fallback=True, strips_leading_space=prefix != "never")
-    tokenizer = Tokenizer(backend, piece_format, bos_token_id=vocabulary["<s>"], eos_token_ids=[])
+    tokenizer = Tokenizer(backend, piece_format, bos_token_id=vocabulary["<s>"])
     return TextModel(tokenizer, ChatTemplate(TEMPLATE, "<s>", "</s>"))
 
 
@@ -281,7 +281,7 @@ def test_whitespace_beside_tokens_that_take_it_along() -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<b>", special=True, normalized=False, lstrip=True, rstrip=True)])
-    tokenizer = Tokenizer(backend, PieceFormat("byte_level"), bos_token_id=None, eos_token_ids=[])
+    tokenizer = Tokenizer(backend, PieceFormat("byte_level"), bos_token_id=None)
     model = TextModel(tokenizer, ChatTemplate("<b>{{ messages[0].content }}<b>", None, None))
     assert pieces(model, messages=[{"content": "  a  "}]) == ["<b>", "a", "<b>"]
     assert pieces(model, messages=[{"content": "  a<b>  "}]) == ["<b>", "a", "<", "b", ">", "<b>"]

@@ -28,7 +28,7 @@ def byte_level() -> Tokenizer:
     backend = BackendTokenizer(models.BPE(vocab={**vocabulary, "<end>": SPECIAL}, merges=[]))
     backend.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend, BYTE_LEVEL, bos_token_id=None, eos_token_ids=[SPECIAL])
+    return Tokenizer(backend, BYTE_LEVEL, bos_token_id=None)
 
 
 SENTENCEPIECE_TOKENS = [
@@ -49,7 +49,7 @@ def sentencepiece() -> Tokenizer:
     backend = BackendTokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>")])
     piece_format = PieceFormat("sentencepiece", byte_fallback=True, strips_leading_space=True)
-    return Tokenizer(backend, piece_format, bos_token_id=1, eos_token_ids=[])
+    return Tokenizer(backend, piece_format, bos_token_id=1)
 
 
 BYTES, PIECES = byte_level(), sentencepiece()

@@ -71,7 +71,7 @@ def test_known_ids(tokenizer: Tokenizer) -> None:
 
 def test_facts_of_the_bundled_model(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 49152
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.add_bos) == (1, (2,), False)
+    assert (tokenizer.bos_token_id, tokenizer.add_bos) == (1, False)
     assert tokenizer.special_token_ids == frozenset(range(17))
     assert tokenizer.is_special(2)
     assert not tokenizer.is_special(17)
@@ -203,11 +203,10 @@ def test_every_pre_tokenizer_keeps_all_text(pre: str, text: str) -> None:
 
 def test_bos_eos_and_user_defined_tokens() -> None:
     tokenizer = tokenizer_from_gguf(small("llama-bpe", add_eos_token=True))
-    bos, eos, eot, think = (TOKENS.index(text) for text in ("<s>", "</s>", "<|eot_id|>", "<think>"))
+    bos, eos, think = (TOKENS.index(text) for text in ("<s>", "</s>", "<think>"))
     assert tokenizer.add_bos
     assert tokenizer.encode("hello", add_special_tokens=True) == [bos, TOKENS.index("hello"), eos]
     assert tokenizer.encode("hello") == [TOKENS.index("hello")]
-    assert tokenizer.eos_token_ids == (eos, eot)
     assert tokenizer.encode("<think>") == [think]
     assert not tokenizer.is_special(think)
     assert tokenizer.decode([think, bos]) == "<think>"

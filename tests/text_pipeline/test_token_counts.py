@@ -34,7 +34,7 @@ def byte_level(*added: AddedToken, normalizer: Any = None, without: bytes = b"")
     if normalizer is not None:
         backend.normalizer = normalizer
     backend.add_special_tokens(list(added))
-    return Tokenizer(backend, BYTE_LEVEL, bos_token_id=None, eos_token_ids=[])
+    return Tokenizer(backend, BYTE_LEVEL, bos_token_id=None)
 
 
 def sentencepiece(*, byte_fallback: bool = True, normalizer: Any = None) -> Tokenizer:
@@ -56,7 +56,6 @@ def sentencepiece(*, byte_fallback: bool = True, normalizer: Any = None) -> Toke
         backend,
         PieceFormat("sentencepiece", byte_fallback=byte_fallback, strips_leading_space=True),
         bos_token_id=None,
-        eos_token_ids=[],
     )
 
 
@@ -123,7 +122,7 @@ def test_the_longest_token_of_the_bundled_model(bundled: MinTokenCount) -> None:
 def test_a_step_that_may_remove_text_gives_no_bound() -> None:
     backend = BackendTokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("b"), "removed")
-    removing = Tokenizer(backend, BYTE_LEVEL, bos_token_id=None, eos_token_ids=[])
+    removing = Tokenizer(backend, BYTE_LEVEL, bos_token_id=None)
     assert MinTokenCount(removing).of("ab" * 100) == 0
 
 
