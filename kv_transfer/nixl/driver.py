@@ -28,6 +28,7 @@ from kv_transfer.transport import (
 
 logger = logging.getLogger(__name__)
 
+_WARM_UP_TIMEOUT_S = 2.0  # then a peer counts as added, though its path is not warm
 _PROBE_BYTES = 4 << 20
 _PROBE_MAX_DESCRIPTORS = 256
 _LINK_SAMPLE_BYTES = 1 << 20  # smaller writes say more about latency than about the link
@@ -47,13 +48,11 @@ class NixlDriver:
         settings: AgentSettings,
         *,
         block_bytes: int,
-        transfer_timeout_s: float,
-        warm_up_timeout_s: float,
+        write_timeout_s: float,
     ) -> None:
         self._settings = settings
         self._block_bytes = block_bytes
-        self._transfer_timeout_s = transfer_timeout_s
-        self._warm_up_timeout_s = warm_up_timeout_s
+        self._write_timeout_s = write_timeout_s
         self._agent, self._registration = create_agent(settings)
         self.metadata: bytes = self._agent.get_agent_metadata()
         self.peers: PeerTable[Connection] = PeerTable()
@@ -155,10 +154,10 @@ class NixlDriver:
             if write in self._writes:  # the failure of another write may have taken it down
                 self._check(write)
         for connection in self.peers.snapshot().values():
-            if connection.waiters and time.perf_counter() - connection.started_at > self._warm_up_timeout_s:
+            if connection.waiters and time.perf_counter() - connection.started_at > _WARM_UP_TIMEOUT_S:
                 message = "%s did not answer within %.1f s; going on without a warm path to it"
-                name, limit_s = describe(connection.peer), self._warm_up_timeout_s
-                self._problems.report(("cold", connection.peer), message, name, limit_s)
+                name = describe(connection.peer)
+                self._problems.report(("cold", connection.peer), message, name, _WARM_UP_TIMEOUT_S)
                 _complete(connection.waiters)
         for connection in list(self._closing.values()):
             self._finish_closing(connection)
@@ -229,7 +228,7 @@ class NixlDriver:
                 self._finish(write, waited_s)
         elif state != "PROC":
             self._fail(write.connection, f"a write failed in state {state}")
-        elif waited_s > self._transfer_timeout_s and not write.is_abandoned:
+        elif waited_s > self._write_timeout_s and not write.is_abandoned:
             self._abandon(write)
 
     def _finish(self, write: Write, duration_s: float) -> None:
@@ -281,7 +280,7 @@ class NixlDriver:
     def _abandon(self, write: Write) -> None:
         """Fail a write that has run out of time. It may still land, so it is watched until it is over."""
         connection, write.is_abandoned = write.connection, True
-        reason = f"a write of {write.num_bytes} bytes was not done after {self._transfer_timeout_s} s"
+        reason = f"a write of {write.num_bytes} bytes was not done after {self._write_timeout_s} s"
         if connection.peer not in self._closing:
             self._note_failed(connection.peer, reason)
         if write.future is not None:

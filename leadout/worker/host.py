@@ -28,7 +28,7 @@ from engine.create_engine import CreatedEngine
 from engine.engine_commands import EngineCommands
 from engine.engine_loop import EngineLoop
 from engine.step_result import StepResult
-from kv_transfer.create_transport import create_transport
+from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.peer_connections import PeerConnections
 from kv_transfer.transport import Peer, Transport
 from kv_transfer.verification import BlockVerifier
@@ -84,11 +84,10 @@ class WorkerHost:
             on_result=lambda result: self._post(functools.partial(self._on_step, result)),
             clock=self._clock.monotonic,
         )
-        self._transport: Transport = create_transport(
-            kind=config.kv_transfer.transport,
-            backends=config.kv_transfer.backends,
-            write_timeout_ms=config.kv_transfer.write_timeout_ms,
+        self._transport: Transport = NixlTransport(
             own=self._own,
+            backends=config.kv_transfer.backends,
+            write_timeout_s=config.kv_transfer.write_timeout_ms / 1000,
             base_address=created.storage.base_address,
             num_blocks=created.storage.num_blocks,
             layout=created.kv_layout,
