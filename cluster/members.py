@@ -31,7 +31,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
 class TransportEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where and how a peer may write into this worker's KV cache."""
 
-    kind: str  # "nixl" | "in_process"
+    kind: str  # "nixl"
     agent_name: str
     metadata: bytes
     base_address: int  # of block 0

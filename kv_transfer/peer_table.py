@@ -19,7 +19,7 @@ _MAX_GONE = 256  # former peers whose reason is kept for error messages
 class PeerTable(Generic[ConnectionT]):
     """Connections by peer, at most one incarnation per worker.
 
-    One thread writes. Any thread may read ``snapshot()``, which never changes once returned.
+    One thread writes, any thread may read. A ``snapshot()`` never changes once returned.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def describe(peer: Peer) -> str:
     return f"{peer.worker_id}@{peer.incarnation}"
 
 
-def check_peer_record(record: WorkerRecord, *, kind: str, layout: KvLayout, local_peer: Peer | None) -> None:
+def check_peer_record(record: WorkerRecord, *, kind: str, layout: KvLayout, own: Peer) -> None:
     """Raise ``TransferError`` if blocks cannot be copied into the cache that ``record`` describes."""
     peer = Peer(record.id, record.incarnation)
     if record.endpoint.kind != kind:
@@ -81,5 +81,5 @@ def check_peer_record(record: WorkerRecord, *, kind: str, layout: KvLayout, loca
         raise TransferError(
             f"{describe(peer)} has another KV layout: {record.kv_layout}, this worker has {layout}"
         )
-    if local_peer is not None and record.id == local_peer.worker_id:
-        raise TransferError(f"{describe(peer)} is this worker itself ({describe(local_peer)})")
+    if record.id == own.worker_id:
+        raise TransferError(f"{describe(peer)} is this worker itself ({describe(own)})")

@@ -173,7 +173,6 @@ class EngineConfig(_Section):
 class KvTransferConfig(_Section):
     """How KV blocks move between workers."""
 
-    transport: Literal["nixl"] = Field(default="nixl", description="The transfer library.")
     backends: Annotated[list[NonEmpty], NoDecode, CommaSeparated] = Field(
         default=["UCX"],
         min_length=1,

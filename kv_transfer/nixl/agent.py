@@ -71,20 +71,6 @@ class AgentSettings:
     device_id: int
     backends: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        """Raise ``ValueError`` naming the first setting that is out of range."""
-        if not self.agent_name:
-            raise ValueError("agent_name must not be empty")
-        if self.base_address <= 0 or self.num_bytes < 1:
-            raise ValueError(
-                f"a KV cache needs an address and at least one block, got address {self.base_address} "
-                f"and {self.num_bytes} bytes"
-            )
-        if self.memory not in ("DRAM", "VRAM"):
-            raise ValueError(f"memory must be 'DRAM' or 'VRAM', got {self.memory!r}")
-        if not self.backends:
-            raise ValueError("backends must name at least one NIXL back end, e.g. 'UCX'")
-
 
 def create_agent(settings: AgentSettings) -> tuple[Any, Any]:
     """Create an agent without a progress thread and register the KV cache with it.

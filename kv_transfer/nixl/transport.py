@@ -29,7 +29,7 @@ from typing import TypeVar
 
 from cluster.kv_layout import KvLayout
 from cluster.members import TransportEndpoint, WorkerRecord
-from kv_transfer.descriptors import check_block_ids, plan_block_copies
+from kv_transfer.layout_planner import CacheShape, plan_copies
 from kv_transfer.nixl.agent import AgentSettings
 from kv_transfer.nixl.driver import NixlDriver
 from kv_transfer.peer_table import check_peer_record
@@ -58,58 +58,53 @@ class NixlTransport:
     Registers ``num_blocks * layout.block_bytes`` bytes at ``base_address`` once; the memory must stay valid
     until ``close`` returns. Block 0 must be a null block whose content nobody relies on: warm-ups write it.
 
-    - ``agent_name``: unique per incarnation, e.g. ``"decode-0@1717171717"``.
+    - ``own``: this worker. Its agent's name holds the incarnation, so that a restarted worker is never taken
+      for its former life.
     - ``memory``: ``"DRAM"`` or ``"VRAM"`` (of device ``device_id``).
     - ``backends``: NIXL plugins, all of which must be available.
-    - ``local_id``: this worker's id and incarnation, so that it is never added as its own peer.
-    - ``transfer_timeout_s``: a write that takes longer fails with ``WriteAbandonedError``, and its peer is
+    - ``write_timeout_s``: a write that takes longer fails with ``WriteAbandonedError``, and its peer is
       dropped. It can be added again when the write is over.
-    - ``warm_up_timeout_s``: when ``add_peer`` stops waiting for the peer's first answer and completes anyway,
-      with ``PeerInfo.warm`` False. The warm-up then goes on in the background until ``transfer_timeout_s``.
 
-    Raises ``ValueError`` for arguments out of range and ``TransportUnavailableError`` where NIXL cannot run.
+    ``add_peer`` waits 2 s for the peer's first answer and then completes anyway. The warm-up goes on in the
+    background until ``write_timeout_s``.
+
+    Raises ``TransportUnavailableError`` where NIXL cannot run.
     """
 
     def __init__(
         self,
         *,
-        agent_name: str,
+        own: Peer,
         base_address: int,
         layout: KvLayout,
         num_blocks: int,
+        backends: Sequence[str],
+        write_timeout_s: float,
         memory: str = "DRAM",
         device_id: int = 0,
-        backends: Sequence[str] = ("UCX",),
-        local_id: tuple[str, int] | None = None,
-        transfer_timeout_s: float = 10.0,
-        warm_up_timeout_s: float = 2.0,
     ) -> None:
-        if transfer_timeout_s <= 0 or warm_up_timeout_s < 0:
-            raise ValueError(
-                "transfer_timeout_s must be positive and warm_up_timeout_s not negative, "
-                f"got {transfer_timeout_s} and {warm_up_timeout_s}"
-            )
         settings = AgentSettings(
-            agent_name=agent_name,
+            agent_name=f"{own.worker_id}@{own.incarnation}",
             base_address=base_address,
             num_bytes=num_blocks * layout.block_bytes,
             memory=memory,
             device_id=device_id,
             backends=tuple(backends),
         )
-        self._layout = layout
-        self._local_peer = Peer(*local_id) if local_id is not None else None
+        assert layout.tp_size == 1, "a transport serves one rank"
+        self._cache = CacheShape(layout, num_blocks)
+        self._own = own
         self._expected: set[str] = set()
         self._expected_lock = threading.Lock()
         self._crash_reason: str | None = None
         self._driver: NixlDriver | None = None
         self._poller = Poller(
-            f"nixl-{agent_name}", poll=self._poll, on_stop=self._shut_down, on_crash=self._crash
+            f"nixl-{settings.agent_name}", poll=self._poll, on_stop=self._shut_down, on_crash=self._crash
         )
         started: Future[NixlDriver] = Future()
         self._poller.start()
         self._poller.submit(
-            lambda: self._start(settings, transfer_timeout_s, warm_up_timeout_s, started),
+            lambda: self._start(settings, write_timeout_s, started),
         )
         try:
             driver = started.result()
@@ -119,7 +114,7 @@ class NixlTransport:
         self._running = driver
         self._endpoint = TransportEndpoint(
             kind="nixl",
-            agent_name=agent_name,
+            agent_name=settings.agent_name,
             metadata=driver.metadata,
             base_address=base_address,
             num_blocks=num_blocks,
@@ -141,7 +136,7 @@ class NixlTransport:
         future: Future[None] = Future()
 
         def connect(driver: NixlDriver) -> None:
-            check_peer_record(record, kind="nixl", layout=self._layout, local_peer=self._local_peer)
+            check_peer_record(record, kind="nixl", layout=self._cache.layout, own=self._own)
             driver.connect(record, future)
 
         return self._submit(future, connect)
@@ -163,22 +158,26 @@ class NixlTransport:
         Raises ``ValueError`` for unequal lengths, ids out of range, or a remote block named twice. A future
         that is cancelled before its write is posted writes nothing; afterwards it can no longer be cancelled.
         """
-        check_block_ids(local_block_ids, self._endpoint.num_blocks, side="local")
-        connection = self._running.peers.get(peer)
-        if connection is not None:
-            check_block_ids(remote_block_ids, connection.endpoint.num_blocks, side="remote")
-        copies = plan_block_copies(
-            local_block_ids,
-            remote_block_ids,
-            block_bytes=self._layout.block_bytes,
-            local_base=self._endpoint.base_address,
-            remote_base=0,  # relative: the poller knows where the peer's cache is
-        )
+        if len(local_block_ids) != len(remote_block_ids):
+            raise ValueError(
+                f"blocks are copied pairwise, got {len(local_block_ids)} local and {len(remote_block_ids)} "
+                "remote block ids"
+            )
         future: Future[TransferStats] = Future()
-        if not copies:
+        try:
+            peer_cache = self._running.peers.require(peer).cache
+        except TransferError as error:
+            future.set_exception(error)
+            return future
+        num_tokens = len(local_block_ids) * self._cache.layout.block_size
+        plan = plan_copies(
+            self._cache, peer_cache, local_block_ids, remote_block_ids, first_token=0, num_tokens=num_tokens
+        )
+        if not plan:
             future.set_result(TransferStats(num_bytes=0, num_descriptors=0, duration_ms=0.0))
             return future
-        return self._submit(future, lambda driver: driver.write(peer, copies, future))
+        (pair,) = plan  # equal layouts of one rank each
+        return self._submit(future, lambda driver: driver.write(peer, pair.copies, future))
 
     def notify(self, peer: Peer, payload: bytes) -> Future[None]:
         """Send ``payload``. The future completes when the network has taken it, not when it was handled."""
@@ -241,16 +240,14 @@ class NixlTransport:
     def _start(
         self,
         settings: AgentSettings,
-        transfer_timeout_s: float,
-        warm_up_timeout_s: float,
+        write_timeout_s: float,
         started: Future[NixlDriver],
     ) -> None:
         try:
             self._driver = NixlDriver(
                 settings,
-                block_bytes=self._layout.block_bytes,
-                transfer_timeout_s=transfer_timeout_s,
-                warm_up_timeout_s=warm_up_timeout_s,
+                block_bytes=self._cache.layout.block_bytes,
+                write_timeout_s=write_timeout_s,
             )
         except Exception as error:
             started.set_exception(error)

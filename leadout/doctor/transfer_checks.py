@@ -37,11 +37,7 @@ def check_transfer(config: KvTransferConfig) -> list[Finding]:
 
 def _measure(config: KvTransferConfig) -> tuple[dict[str, Any], bool, UcxLog]:
     """The source's answer, whether the right bytes arrived, and the source's log. Raises ChildError."""
-    settings = {
-        "transport": config.transport,
-        "backends": config.backends,
-        "num_blocks": _NUM_BLOCKS,
-    }
+    settings = {"backends": config.backends, "num_blocks": _NUM_BLOCKS}
     with (
         Child("transfer_peer", "target") as target,
         Child("transfer_peer", "source", environment=LOGGING) as source,

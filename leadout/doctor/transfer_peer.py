@@ -15,7 +15,7 @@ import msgspec
 
 from cluster.kv_layout import KvLayout
 from cluster.members import ModelIdentity, Role, TransportEndpoint, WorkerRecord
-from kv_transfer.create_transport import create_transport
+from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.transport import Peer, TransferError, Transport, TransportUnavailableError
 from leadout.doctor.child import read_message, send_answer
 
@@ -86,11 +86,10 @@ def _source(settings: dict[str, Any]) -> dict[str, Any]:
 def _transport(
     worker_id: str, cache: ctypes.Array[ctypes.c_char], num_blocks: int, settings: dict[str, Any]
 ) -> Transport:
-    return create_transport(
-        kind=settings["transport"],
-        backends=settings["backends"],
-        write_timeout_ms=round(_WAIT_S * 1000),
+    return NixlTransport(
         own=Peer(worker_id, 1),
+        backends=settings["backends"],
+        write_timeout_s=_WAIT_S,
         base_address=ctypes.addressof(cache),
         num_blocks=num_blocks,
         layout=_LAYOUT,

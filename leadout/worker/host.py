@@ -30,7 +30,7 @@ from engine.create_engine import CreatedEngine
 from engine.engine_commands import EngineCommands
 from engine.engine_loop import EngineLoop
 from engine.step_result import StepResult
-from kv_transfer.create_transport import create_transport
+from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.peer_connections import PeerConnections
 from kv_transfer.transport import Peer, Transport
 from kv_transfer.verification import BlockVerifier
@@ -100,11 +100,10 @@ class WorkerHost:
         opened.push_async_callback(self._registry.close)
         self._probe = LivenessProbe()
         opened.callback(self._probe.close)
-        self._transport: Transport = create_transport(
-            kind=config.kv_transfer.transport,
-            backends=config.kv_transfer.backends,
-            write_timeout_ms=config.kv_transfer.write_timeout_ms,
+        self._transport: Transport = NixlTransport(
             own=self._own,
+            backends=config.kv_transfer.backends,
+            write_timeout_s=config.kv_transfer.write_timeout_ms / 1000,
             base_address=created.storage.base_address,
             num_blocks=created.storage.num_blocks,
             layout=created.kv_layout,

@@ -1,48 +1,77 @@
-"""A worker's peer connections over the in-process transport, and the workers it may meet."""
+"""A worker's peer connections over a transport that moves nothing, and the workers it may meet."""
 
 from __future__ import annotations
 
-import ctypes
-import queue
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 from cluster.kv_layout import KvLayout
 from cluster.members import ModelIdentity, Role, TransportEndpoint, WorkerRecord
-from kv_transfer.in_process_transport import InProcessNetwork, InProcessTransport
 from kv_transfer.peer_connections import PeerConnections
-from kv_transfer.transport import Peer
+from kv_transfer.transport import Peer, TransferError
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
 NUM_BLOCKS = 4
 
 
+class FakeTransport:
+    """What ``PeerConnections`` uses of a transport; ``network`` has those that are open, by agent name.
+
+    Everything happens at once, in the caller's thread.
+    """
+
+    def __init__(self, network: dict[str, FakeTransport], agent_name: str) -> None:
+        self.peers: dict[Peer, str] = {}  # their agents
+        self.num_peers_added = 0
+        self._network = network
+        self._agent_name = agent_name
+        network[agent_name] = self
+
+    def add_peer(self, record: WorkerRecord) -> Future[None]:
+        future: Future[None] = Future()
+        peer, agent_name = Peer(record.id, record.incarnation), record.endpoint.agent_name
+        if agent_name not in self._network:
+            future.set_exception(TransferError(f"cannot connect to {record.id}@{record.incarnation}"))
+            return future
+        if peer not in self.peers:
+            assert peer.worker_id not in {other.worker_id for other in self.peers}, "lose the old one first"
+            self.peers[peer] = agent_name
+            self.num_peers_added += 1
+        future.set_result(None)
+        return future
+
+    def remove_peer(self, peer: Peer) -> Future[None]:
+        self.peers.pop(peer, None)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def writes_reach(self, peer: Peer) -> bool:
+        """Whether a write to a peer succeeds; if not, the peer is dropped, as a transport does."""
+        if self.peers[peer] in self._network:
+            return True
+        del self.peers[peer]
+        return False
+
+    def close(self) -> None:
+        self._network.pop(self._agent_name, None)
+
+
 class Worker:
-    """A transport with a KV cache, as one incarnation of one worker has it."""
+    """A transport, as one incarnation of one worker has it."""
 
     def __init__(
         self,
-        network: InProcessNetwork,
+        network: dict[str, FakeTransport],
         worker_id: str,
         role: Role,
         *,
         incarnation: int = 1,
-        transport_type: type[InProcessTransport] = InProcessTransport,
-        **transport_options: Any,
+        transport_type: type[FakeTransport] = FakeTransport,
     ) -> None:
-        self.cache = ctypes.create_string_buffer(NUM_BLOCKS * LAYOUT.block_bytes)
-        self.transport = transport_type(
-            network,
-            agent_name=f"{worker_id}@{incarnation}",
-            base_address=ctypes.addressof(self.cache),
-            layout=LAYOUT,
-            num_blocks=NUM_BLOCKS,
-            local_id=(worker_id, incarnation),
-            **transport_options,
-        )
+        self.transport = transport_type(network, f"{worker_id}@{incarnation}")
         self.peer = Peer(worker_id, incarnation)
-        self.record = record(worker_id, role, incarnation, endpoint=self.transport.endpoint)
+        self.record = record(worker_id, role, incarnation)
 
 
 def record(
@@ -74,7 +103,7 @@ def record(
         kv_layout=LAYOUT,
         endpoint=endpoint
         or TransportEndpoint(
-            kind="in_process",
+            kind="nixl",
             agent_name=f"{worker_id}@{incarnation}",
             metadata=b"",
             base_address=1,
@@ -86,28 +115,33 @@ def record(
 class Harness:
     """One prefill worker's connections, and what they told it. Posted functions run in ``pump`` only."""
 
-    def __init__(self, **own_options: Any) -> None:
-        self.network = InProcessNetwork()
-        self.workers: list[Worker] = []
-        self.own = self.start("p0", "prefill", **own_options)
+    def __init__(self, transport_type: type[FakeTransport] = FakeTransport) -> None:
+        self.network: dict[str, FakeTransport] = {}
+        self.own = self.start("p0", "prefill", transport_type=transport_type)
         self.events: list[tuple[str, Peer]] = []
         self.alive: set[Peer] = set()  # whose processes exist, whatever the registry says
         self.num_checks = 0
         self.checks_wait = False  # for ``answer_checks``, else they are answered at once
         self._checks: list[tuple[Peer, Future[bool]]] = []
-        self._posted: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._posted: list[Callable[[], None]] = []
         self.connections = PeerConnections(
-            self.own.transport,
+            self.own.transport,  # type: ignore[arg-type]
             self.own.record,
-            post=self._posted.put,
+            post=self._posted.append,
             check_gone=self._check_gone,
             on_connected=self._connected,
             on_lost=self._lost,
         )
 
-    def start(self, worker_id: str, role: Role = "decode", **options: Any) -> Worker:
-        self.workers.append(Worker(self.network, worker_id, role, **options))
-        return self.workers[-1]
+    def start(
+        self,
+        worker_id: str,
+        role: Role = "decode",
+        *,
+        incarnation: int = 1,
+        transport_type: type[FakeTransport] = FakeTransport,
+    ) -> Worker:
+        return Worker(self.network, worker_id, role, incarnation=incarnation, transport_type=transport_type)
 
     def _check_gone(self, absent: WorkerRecord) -> Future[bool]:
         self.num_checks += 1
@@ -141,15 +175,15 @@ class Harness:
     @property
     def agents(self) -> list[Peer]:
         """The peers that the transport itself knows."""
-        return [info.peer for info in self.own.transport.peers()]
+        return list(self.own.transport.peers)
 
     def pump(self, num_completions: int = 1) -> None:
-        """Run that many of the completions that the transport posts."""
+        """Run that many of the completions that the transport posted."""
         for _ in range(num_completions):
-            self._posted.get(timeout=20)()
+            self._posted.pop(0)()
 
     def is_quiet(self) -> bool:
-        return self._posted.empty()
+        return not self._posted
 
     def update(self, *records: WorkerRecord, completions: int = 0) -> None:
         self.connections.update(records)
@@ -158,7 +192,3 @@ class Harness:
     def take_events(self) -> list[tuple[str, Peer]]:
         events, self.events = self.events, []
         return events
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.transport.close()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from cluster.members import WorkerRecord
-from kv_transfer.transport import Peer, TransferError
+from kv_transfer.transport import Peer
 from tests.kv_transfer.peers import Harness, Worker
 
 IDS = ("d0", "d1", "d2")
@@ -67,18 +67,14 @@ class PeerConnectionsMachine(RuleBasedStateMachine):
 
     @rule()
     def completion(self) -> None:
-        self._await_transport()
         if not self.harness.is_quiet():
             self.harness.pump()
 
     @rule(worker_id=ids)
     def write(self, worker_id: str) -> None:
         peer = self.harness.connections.get(worker_id)
-        if peer is not None:
-            try:
-                self.harness.own.transport.write_blocks(peer, [1], [1]).result(timeout=20)
-            except TransferError:
-                self.harness.connections.mark_failed(peer)
+        if peer is not None and not self.harness.own.transport.writes_reach(peer):
+            self.harness.connections.mark_failed(peer)
 
     @rule()
     def everything_settles(self) -> None:
@@ -103,14 +99,9 @@ class PeerConnectionsMachine(RuleBasedStateMachine):
         self.processes.pop(peer).transport.close()
         self.harness.alive.discard(peer)
 
-    def _await_transport(self) -> None:
-        """Whatever was submitted before this no-op has been posted when it is done."""
-        self.harness.own.transport.remove_peer(Peer("nobody", 0)).result(timeout=20)
-
     def _drain(self) -> None:
         while True:
             self.harness.answer_checks()
-            self._await_transport()
             if self.harness.is_quiet():
                 return
             self.harness.pump()
@@ -129,10 +120,6 @@ class PeerConnectionsMachine(RuleBasedStateMachine):
         for worker_id in IDS:
             connected = self.harness.connections.get(worker_id)
             assert connected is None or connected in self.open, "it was never announced"
-
-    def teardown(self) -> None:
-        if hasattr(self, "harness"):
-            self.harness.close()
 
 
 def _incarnation(peer: Peer) -> int:

@@ -63,8 +63,21 @@ def test_only_so_many_reasons_are_kept() -> None:
         table.require(peers[0])
 
 
-def test_another_layout_is_refused() -> None:
-    other = msgspec.structs.replace(LAYOUT, block_size=LAYOUT.block_size * 2)
-    check_peer_record(record("d0", "decode"), kind="in_process", layout=LAYOUT, local_peer=None)
-    with pytest.raises(TransferError, match="d0@1 has another KV layout"):
-        check_peer_record(record("d0", "decode"), kind="in_process", layout=other, local_peer=None)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"kv_layout": msgspec.structs.replace(LAYOUT, block_size=4)}, "d0@1 has another KV layout"),
+        (
+            {"endpoint": msgspec.structs.replace(record("d0", "decode").endpoint, kind="other")},
+            "d0@1 is reachable over 'other', this worker over 'nixl'",
+        ),
+        ({"id": "p0"}, "p0@1 is this worker itself"),
+    ],
+)
+def test_records_of_unusable_peers_are_refused(change: dict[str, object], named: str) -> None:
+    usable = record("d0", "decode")
+    check_peer_record(usable, kind="nixl", layout=LAYOUT, own=Peer("p0", 2))
+    with pytest.raises(TransferError, match=named):
+        check_peer_record(
+            msgspec.structs.replace(usable, **change), kind="nixl", layout=LAYOUT, own=Peer("p0", 2)
+        )

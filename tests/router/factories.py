@@ -40,7 +40,7 @@ def worker_record(worker_id: str, role: str = "decode", incarnation: int = 1, **
         "model": model_identity(),
         "kv_layout": LAYOUT,
         "endpoint": TransportEndpoint(
-            kind="in_process", agent_name=worker_id, metadata=b"", base_address=0, num_blocks=8
+            kind="nixl", agent_name=worker_id, metadata=b"", base_address=0, num_blocks=8
         ),
     }
     return WorkerRecord(**(values | fields))

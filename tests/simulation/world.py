@@ -141,7 +141,7 @@ class Worker:
             ),
             kv_layout=LAYOUT,
             endpoint=TransportEndpoint(
-                kind="in_process", agent_name="a", metadata=b"", base_address=0, num_blocks=NUM_BLOCKS
+                kind="nixl", agent_name="a", metadata=b"", base_address=0, num_blocks=NUM_BLOCKS
             ),
         )
 

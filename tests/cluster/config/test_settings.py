@@ -85,7 +85,6 @@ def test_the_file_may_be_named_in_the_environment(tmp_path: Path, monkeypatch: p
         ("kv_transfer: {verify: true}", ["kv_transfer.verify", "True", "off, sampled, all"]),
         ("kv_transfer: {verify: on}", ["kv_transfer.verify", "True", "off, sampled, all"]),
         ("kv_transfer: {verify: some}", ["kv_transfer.verify", "'some'", "off, sampled, all"]),
-        ("kv_transfer: {transport: off}", ["kv_transfer.transport", "False", "nixl"]),
         ("engine: [1, 2]", ["engine"]),
         ("engine: {block_size: 16, block_size: 32}", ["block_size"]),
         ("{", ["leadout.yaml"]),

@@ -21,7 +21,7 @@ import msgspec
 
 from cluster.kv_layout import KvLayout
 from cluster.members import WorkerRecord
-from kv_transfer.create_transport import create_transport
+from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.transport import Peer, TransferError, WriteAbandonedError
 from tests.kv_transfer.peers import record
 
@@ -44,10 +44,9 @@ class PeerServer:
 
     def __init__(self, worker_id: str, role: str, incarnation: int, write_timeout_ms: int) -> None:
         self.cache = ctypes.create_string_buffer(NUM_BLOCKS * LAYOUT.block_bytes)
-        self.transport = create_transport(
-            kind="nixl",
+        self.transport = NixlTransport(
             backends=["UCX"],
-            write_timeout_ms=write_timeout_ms,
+            write_timeout_s=write_timeout_ms / 1000,
             own=Peer(worker_id, incarnation),
             base_address=ctypes.addressof(self.cache),
             num_blocks=NUM_BLOCKS,

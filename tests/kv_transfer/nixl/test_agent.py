@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.create_transport import create_transport
-from kv_transfer.nixl.agent import AgentSettings, load_nixl
+from kv_transfer.nixl.agent import load_nixl
 from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.transport import Peer, TransportUnavailableError
 from tests.kv_transfer.peers import LAYOUT, NUM_BLOCKS
@@ -22,9 +21,8 @@ def cache() -> Any:
 
 def options(cache: Any, **changes: Any) -> dict[str, Any]:
     return {
-        "kind": "nixl",
         "backends": ["UCX"],
-        "write_timeout_ms": 1000,
+        "write_timeout_s": 1.0,
         "own": Peer("p0", 1),
         "base_address": ctypes.addressof(cache),
         "num_blocks": NUM_BLOCKS,
@@ -50,47 +48,13 @@ def test_loading_nixl_leaves_logging_as_it_was() -> None:
     assert logging.getLogger("nixl").handlers == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"agent_name": ""}, "agent_name"),
-        ({"base_address": 0}, "address 0"),
-        ({"num_bytes": 0}, "0 bytes"),
-        ({"memory": "FILE"}, "memory must be 'DRAM' or 'VRAM', got 'FILE'"),
-        ({"backends": ()}, "backends"),
-    ],
-)
-def test_wrong_settings_are_refused(changes: dict[str, Any], named: str) -> None:
-    settings = {
-        "agent_name": "a",
-        "base_address": 4096,
-        "num_bytes": 1,
-        "memory": "DRAM",
-        "device_id": 0,
-        "backends": ("UCX",),
-    }
-    with pytest.raises(ValueError, match=named):
-        AgentSettings(**{**settings, **changes})
-
-
-def test_an_unknown_transport_is_refused(cache: Any) -> None:
-    with pytest.raises(ValueError, match=r"transport is 'carrier pigeon'; the only one .* is 'nixl'"):
-        create_transport(**options(cache, kind="carrier pigeon"))
-
-
-def test_a_timeout_of_nothing_is_refused(cache: Any) -> None:
-    with pytest.raises(ValueError, match="transfer_timeout_s must be positive"):
-        create_transport(**options(cache, write_timeout_ms=0))
-
-
 def test_a_backend_that_does_not_exist_is_named(cache: Any) -> None:
     with pytest.raises(TransportUnavailableError, match="NO_SUCH_BACKEND"):
-        create_transport(**options(cache, backends=["UCX", "NO_SUCH_BACKEND"]))
+        NixlTransport(**options(cache, backends=["UCX", "NO_SUCH_BACKEND"]))
 
 
 def test_a_transport_names_its_incarnation_and_closes_twice(cache: Any) -> None:
-    transport = create_transport(**options(cache, own=Peer("p0", 17)))
-    assert isinstance(transport, NixlTransport)
+    transport = NixlTransport(**options(cache, own=Peer("p0", 17)))
     endpoint = transport.endpoint
     assert (endpoint.kind, endpoint.agent_name, endpoint.num_blocks) == ("nixl", "p0@17", NUM_BLOCKS)
     assert endpoint.base_address == ctypes.addressof(cache)

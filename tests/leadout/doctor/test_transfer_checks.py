@@ -74,7 +74,7 @@ def test_only_tcp_is_a_warning_that_names_the_variable(monkeypatch: pytest.Monke
 
 def test_a_target_notices_that_nothing_arrived() -> None:
     with Child("transfer_peer", "target") as target:
-        target.tell({"transport": "nixl", "backends": ["UCX"], "num_blocks": 2})
+        target.tell({"backends": ["UCX"], "num_blocks": 2})
         assert target.answer(60)["record"]
         target.tell({})
         assert target.answer(60) == {"intact": False}
