@@ -1,1 +1,1 @@
-"""Moves KV-cache blocks between workers: transports, the descriptors they use, and the handoff ledger."""
+"""Moves KV-cache blocks between workers: transports, the layout planner, and the handoff ledger."""

@@ -1,7 +1,8 @@
-"""Which bytes go where when two workers lay out their KV caches differently.
+"""Which bytes a transfer moves: from block lists of two KV caches to the fewest copies.
 
-A plan is a pure function of both layouts and the block lists. It covers other block sizes and other tensor
-parallel (TP) sizes; with equal layouts it comes down to whole blocks, merged where they are contiguous.
+A plan is a pure function of both layouts and the block lists. The usual case is that the layouts are equal:
+then whole blocks are copied, and runs that are contiguous on both sides become one copy. Block sizes and
+tensor parallel (TP) sizes may differ.
 
 Conventions are the field's. A cache is sharded over ranks by heads, and a head that several ranks hold is
 the same on all of them (``cluster.kv_layout``). vLLM's NixlConnector converts between TP sizes in the same
@@ -28,9 +29,19 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cluster.kv_layout import KvLayout, why_not_convertible
-from kv_transfer.descriptors import BlockCopy, Int64s, block_copies, block_id_array, merge_copies
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """One side of a transfer: every rank has a cache of ``num_blocks`` blocks of ``layout``."""
+
+    layout: KvLayout
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,17 +49,13 @@ class RankCopies:
     """What one source rank writes into one target rank.
 
     ``copies`` is ``[n, 3]``, read-only: source offset, target offset and number of bytes. Offsets count from
-    each rank's block 0. It is an array because a conversion may need 10^5 of them. They are ordered by target
-    offset, do not overlap there, and no two of them could be one.
+    each rank's block 0. They are ordered by target offset, do not overlap there, and no two of them could be
+    one.
     """
 
     source_rank: int
     target_rank: int
     copies: Int64s
-
-    def at(self, *, source_base: int, target_base: int) -> list[BlockCopy]:
-        """The copies for caches whose block 0 lies at these addresses; local is the source."""
-        return block_copies(self.copies + np.array([source_base, target_base, 0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +70,8 @@ class _Stretches:
 
 
 def plan_copies(
-    source: KvLayout,
-    target: KvLayout,
+    source: CacheShape,
+    target: CacheShape,
     source_block_ids: Sequence[int],
     target_block_ids: Sequence[int],
     *,
@@ -90,18 +97,51 @@ def plan_copies(
     pair rank ``r`` with rank ``r``.
 
     Raises ``ValueError`` if the layouts are not convertible, for a range that is misaligned or lies outside
-    the blocks, an impossible block id, or a target block that is named twice.
+    the blocks, a block id that its cache has not, or a target block that is named twice.
     """
-    if reason := why_not_convertible(source, target):
+    if reason := why_not_convertible(source.layout, target.layout):
         raise ValueError(f"KV blocks cannot be converted: {reason}")
-    _check_range(source, target, first_token, num_tokens, target_first_block)
-    source_blocks = block_id_array(source_block_ids, source.block_bytes, side="source")
-    target_blocks = block_id_array(target_block_ids, target.block_bytes, side="target", written=True)
+    _check_range(source.layout, target.layout, first_token, num_tokens, target_first_block)
+    source_blocks = _block_ids(source_block_ids, source.num_blocks, side="source")
+    target_blocks = _block_ids(target_block_ids, target.num_blocks, side="target")
+    _check_written_once(target_blocks)
     end = first_token + num_tokens
-    _check_covered(first_token, end, 0, source_blocks, source.block_size, side="source")
-    _check_covered(first_token, end, target_first_block, target_blocks, target.block_size, side="target")
+    _check_covered(first_token, end, 0, source_blocks, source.layout.block_size, side="source")
+    _check_covered(
+        first_token, end, target_first_block, target_blocks, target.layout.block_size, side="target"
+    )
     if num_tokens == 0:
         return ()
+    if source.layout == target.layout:
+        size = source.layout.block_size
+        first, last = first_token // size, -(-end // size)
+        return _whole_blocks(
+            source.layout,
+            source_blocks[first:last],
+            target_blocks[first - target_first_block : last - target_first_block],
+        )
+    return _converted(
+        source.layout, target.layout, source_blocks, target_blocks, first_token, end, target_first_block
+    )
+
+
+def _whole_blocks(layout: KvLayout, source_blocks: Int64s, target_blocks: Int64s) -> tuple[RankCopies, ...]:
+    """Between equal layouts: the same copies for every rank, what ``_converted`` comes to as well."""
+    size = layout.block_bytes
+    copies = _merge(source_blocks * size, target_blocks * size, np.full_like(target_blocks, size))
+    return tuple(RankCopies(rank, rank, copies) for rank in range(layout.tp_size))
+
+
+def _converted(
+    source: KvLayout,
+    target: KvLayout,
+    source_blocks: Int64s,
+    target_blocks: Int64s,
+    first_token: int,
+    end: int,
+    target_first_block: int,
+) -> tuple[RankCopies, ...]:
+    """Between any two layouts."""
     if source.block_size == target.block_size:
         end = -(-end // source.block_size) * source.block_size
     starts = _starts(first_token, end, source.block_size, target.block_size)
@@ -121,9 +161,21 @@ def plan_copies(
     )
 
 
-def num_descriptors(plan: Sequence[RankCopies]) -> int:
-    """Copies of all rank pairs together: NIXL descriptors per side."""
-    return sum(len(pair.copies) for pair in plan)
+def _block_ids(block_ids: Sequence[int], num_blocks: int, *, side: str) -> Int64s:
+    if len(block_ids) and not (min(block_ids) >= 0 and max(block_ids) < num_blocks):
+        wrong = next(block_id for block_id in block_ids if not 0 <= block_id < num_blocks)
+        raise ValueError(
+            f"{side} block id {wrong} is out of range; that cache has blocks 0 to {num_blocks - 1}"
+        )
+    return np.array(block_ids, dtype=np.int64)
+
+
+def _check_written_once(target_blocks: Int64s) -> None:
+    """The content of a block that is written twice would depend on the order of the copies."""
+    in_order = np.sort(target_blocks)
+    twice = in_order[1:][in_order[1:] == in_order[:-1]]
+    if twice.size:
+        raise ValueError(f"target block {twice[0]} is written twice in one transfer")
 
 
 def _check_range(
@@ -189,7 +241,7 @@ def _copies(
     source_pieces = np.array([source_head * source.block_size * row], dtype=np.int64)
     target_pieces = np.array([target_head * target.block_size * row], dtype=np.int64)
     # An axis along which a whole block's pieces lie end to end on both sides makes pieces longer, not more:
-    # merge_copies would find that too, but from a thousand times as many pieces. Different block sizes never
+    # _merge would find that too, but from a thousand times as many pieces. Different block sizes never
     # get there: their strides are too long.
     piece_bytes = min(source.block_size, target.block_size) * row
     times_longer = 1
@@ -208,10 +260,24 @@ def _copies(
         target_stride *= target_extent
     source_starts = stretches.source_blocks * source.block_bytes + stretches.source_slots * row
     target_starts = stretches.target_blocks * target.block_bytes + stretches.target_slots * row
-    copies = merge_copies(
+    return _merge(
         np.add.outer(source_starts, source_pieces).ravel(),
         np.add.outer(target_starts, target_pieces).ravel(),
         np.repeat(stretches.num_tokens * row * times_longer, len(source_pieces)),
     )
+
+
+def _merge(source: Int64s, target: Int64s, num_bytes: Int64s) -> Int64s:
+    """The fewest copies that do what these do: ``[m, 3]`` as in ``RankCopies``.
+
+    ``source``, ``target`` (offsets) and ``num_bytes`` are ``[n]``, one element per copy, in any order; no two
+    may write the same byte. Each copy of the result begins where the memory before it on one side is not
+    copied to the memory before it on the other, so no list that moves the same bytes is shorter.
+    """
+    order = np.argsort(target)
+    source, target, num_bytes = source[order], target[order], num_bytes[order]
+    follows = (source[1:] == source[:-1] + num_bytes[:-1]) & (target[1:] == target[:-1] + num_bytes[:-1])
+    starts = np.flatnonzero(np.concatenate(([True], ~follows)))
+    copies = np.column_stack((source[starts], target[starts], np.add.reduceat(num_bytes, starts)))
     copies.setflags(write=False)
     return copies

@@ -19,7 +19,7 @@ _MAX_GONE = 256  # former peers whose reason is kept for error messages
 class PeerTable(Generic[ConnectionT]):
     """Connections by peer, at most one incarnation per worker.
 
-    One thread writes. Any thread may read ``snapshot()``, which never changes once returned.
+    One thread writes, any thread may read. A ``snapshot()`` never changes once returned.
     """
 
     def __init__(self) -> None:

@@ -116,7 +116,9 @@ class Transport(Protocol):
     def write_blocks(
         self, peer: Peer, local_block_ids: Sequence[int], remote_block_ids: Sequence[int]
     ) -> Future[TransferStats]:
-        """Copy local blocks into the peer's blocks, pairwise. Raises ``ValueError`` for unequal lengths.
+        """Copy local blocks into the peer's blocks, pairwise.
+
+        Raises ``ValueError`` for unequal lengths, ids out of range, or a remote block named twice.
 
         When the future completes, the bytes have landed. It fails with ``TransferError``, and with
         ``WriteAbandonedError`` where the bytes may still land.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from cluster.members import TransportEndpoint
+from kv_transfer.layout_planner import CacheShape
 from kv_transfer.transport import Peer, PeerInfo, TransferStats
 
 WritePurpose = Literal["blocks", "warm_up", "probe"]
@@ -18,6 +19,7 @@ class Connection:
 
     peer: Peer
     endpoint: TransportEndpoint
+    cache: CacheShape
     info: PeerInfo
     started_at: float
     waiters: list[Future[None]] = field(default_factory=list)  # of add_peer, until the path is warm

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from cluster.members import WorkerRecord
 from cluster.problem_log import ProblemLog
-from kv_transfer.descriptors import BlockCopy, check_remote_copies
+from kv_transfer.layout_planner import CacheShape, Int64s
 from kv_transfer.nixl.agent import AgentSettings, create_agent, forget_remote_agent, load_remote_agent
 from kv_transfer.nixl.connection import Connection, Drain, Write, WritePurpose
 from kv_transfer.nixl.notifications import receive_payloads, send_payload, send_wake_up
@@ -108,10 +109,11 @@ class NixlDriver:
             forget_remote_agent(self._agent, endpoint.agent_name)
             raise TransferError(f"cannot connect to {describe(peer)}: {error}") from error
         info = PeerInfo(peer, endpoint.agent_name, endpoint.num_blocks, False, 0.0, 0.0, 0.0, 0)
-        connection = Connection(peer, endpoint, info, started_at, waiters=[future])
+        cache = CacheShape(record.kv_layout, endpoint.num_blocks)
+        connection = Connection(peer, endpoint, cache, info, started_at, waiters=[future])
         self.peers.add(peer, connection)
         self._count(peers_added=1)
-        self._post("warm_up", connection, self._null_block_copies(connection, 1), None)
+        self._post("warm_up", connection, self._null_block_copies(1), None)
 
     def remove(self, peer: Peer, future: Future[None]) -> None:
         """Forget ``peer``, known or not. ``future`` completes when nothing can land any more, here or there.
@@ -127,14 +129,11 @@ class NixlDriver:
         connection.leavers.append(future)
         self._close(connection, "removed")
 
-    def write(self, peer: Peer, copies: Sequence[BlockCopy], future: Future[TransferStats]) -> None:
-        """Post one write. ``copies`` have remote addresses relative to the peer's block 0."""
+    def write(self, peer: Peer, copies: Int64s, future: Future[TransferStats]) -> None:
+        """Post one write of ``copies``, as in ``RankCopies``."""
         connection = self.peers.require(peer)
-        base = connection.endpoint.base_address
-        check_remote_copies(copies, connection.endpoint.num_blocks, block_bytes=self._block_bytes)
         self._count(writes_posted=1)
-        absolute = [copy._replace(remote_address=base + copy.remote_address) for copy in copies]
-        self._post("blocks", connection, absolute, future)
+        self._post("blocks", connection, copies, future)
 
     def notify(self, peer: Peer, payload: bytes) -> None:
         """Hand a notification to the network. A dead peer may show only at the next call."""
@@ -182,12 +181,12 @@ class NixlDriver:
         self,
         purpose: WritePurpose,
         connection: Connection,
-        copies: Sequence[BlockCopy],
+        copies: Int64s,
         future: Future[TransferStats] | None,
     ) -> None:
         endpoint, settings, agent = connection.endpoint, self._settings, self._agent
-        local = [(copy.local_address, copy.num_bytes, settings.device_id) for copy in copies]
-        remote = [(copy.remote_address, copy.num_bytes, endpoint.device_id) for copy in copies]
+        local = _descriptors(settings.base_address, copies[:, 0], copies[:, 2], settings.device_id)
+        remote = _descriptors(endpoint.base_address, copies[:, 1], copies[:, 2], endpoint.device_id)
         posted_at = self.last_activity = time.perf_counter()
         handle = None
         try:
@@ -203,7 +202,7 @@ class NixlDriver:
                 self._release(handle)
             self._fail(connection, f"a write could not be posted: {error}", future)
             return
-        num_bytes = sum(copy.num_bytes for copy in copies)
+        num_bytes = int(copies[:, 2].sum())
         write = Write(purpose, connection, handle, num_bytes, len(copies), posted_at, future)
         self._writes.add(write)
         connection.writes.add(write)
@@ -237,7 +236,7 @@ class NixlDriver:
             connect_ms = (time.perf_counter() - connection.started_at) * 1000
             connection.info = replace(connection.info, warm=True, connect_ms=connect_ms)
             num_copies = min(max(_PROBE_BYTES // self._block_bytes, 1), _PROBE_MAX_DESCRIPTORS)
-            self._post("probe", connection, self._null_block_copies(connection, num_copies), None)
+            self._post("probe", connection, self._null_block_copies(num_copies), None)
             return
         if not connection.info.warm:  # the peer answered a block write before it answered the warm-up
             connection.info = replace(connection.info, warm=True)
@@ -362,9 +361,8 @@ class NixlDriver:
     def _is_over(self, drain: Drain) -> bool:
         return time.perf_counter() >= drain.ends_at and self._polls >= drain.ends_at_poll
 
-    def _null_block_copies(self, connection: Connection, count: int) -> list[BlockCopy]:
-        copy = BlockCopy(self._settings.base_address, connection.endpoint.base_address, self._block_bytes)
-        return [copy] * count
+    def _null_block_copies(self, count: int) -> Int64s:
+        return np.tile(np.array([0, 0, self._block_bytes]), (count, 1))
 
     def _retire(self, write: Write) -> None:
         self._writes.discard(write)
@@ -386,6 +384,12 @@ class NixlDriver:
     def _count(self, **increments: float) -> None:
         values = {name: getattr(self._counters, name) + step for name, step in increments.items()}
         self._counters = replace(self._counters, **values)
+
+
+def _descriptors(base_address: int, offsets: Int64s, num_bytes: Int64s, device_id: int) -> Any:
+    """As NIXL takes them: ``[n, 3]``, uint64, address, length and device."""
+    devices = np.full_like(offsets, device_id)
+    return np.column_stack((base_address + offsets, num_bytes, devices)).astype(np.uint64)
 
 
 def _complete(waiters: list[Future[None]]) -> None:

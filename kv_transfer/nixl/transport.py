@@ -29,7 +29,7 @@ from typing import TypeVar
 
 from cluster.kv_layout import KvLayout
 from cluster.members import TransportEndpoint, WorkerRecord
-from kv_transfer.descriptors import check_block_ids, plan_block_copies
+from kv_transfer.layout_planner import CacheShape, plan_copies
 from kv_transfer.nixl.agent import AgentSettings
 from kv_transfer.nixl.driver import NixlDriver
 from kv_transfer.peer_table import check_peer_record
@@ -91,7 +91,8 @@ class NixlTransport:
             device_id=device_id,
             backends=tuple(backends),
         )
-        self._layout = layout
+        assert layout.tp_size == 1, "a transport serves one rank"
+        self._cache = CacheShape(layout, num_blocks)
         self._own = own
         self._expected: set[str] = set()
         self._expected_lock = threading.Lock()
@@ -135,7 +136,7 @@ class NixlTransport:
         future: Future[None] = Future()
 
         def connect(driver: NixlDriver) -> None:
-            check_peer_record(record, kind="nixl", layout=self._layout, own=self._own)
+            check_peer_record(record, kind="nixl", layout=self._cache.layout, own=self._own)
             driver.connect(record, future)
 
         return self._submit(future, connect)
@@ -157,22 +158,26 @@ class NixlTransport:
         Raises ``ValueError`` for unequal lengths, ids out of range, or a remote block named twice. A future
         that is cancelled before its write is posted writes nothing; afterwards it can no longer be cancelled.
         """
-        check_block_ids(local_block_ids, self._endpoint.num_blocks, side="local")
-        connection = self._running.peers.get(peer)
-        if connection is not None:
-            check_block_ids(remote_block_ids, connection.endpoint.num_blocks, side="remote")
-        copies = plan_block_copies(
-            local_block_ids,
-            remote_block_ids,
-            block_bytes=self._layout.block_bytes,
-            local_base=self._endpoint.base_address,
-            remote_base=0,  # relative: the poller knows where the peer's cache is
-        )
+        if len(local_block_ids) != len(remote_block_ids):
+            raise ValueError(
+                f"blocks are copied pairwise, got {len(local_block_ids)} local and {len(remote_block_ids)} "
+                "remote block ids"
+            )
         future: Future[TransferStats] = Future()
-        if not copies:
+        try:
+            peer_cache = self._running.peers.require(peer).cache
+        except TransferError as error:
+            future.set_exception(error)
+            return future
+        num_tokens = len(local_block_ids) * self._cache.layout.block_size
+        plan = plan_copies(
+            self._cache, peer_cache, local_block_ids, remote_block_ids, first_token=0, num_tokens=num_tokens
+        )
+        if not plan:
             future.set_result(TransferStats(num_bytes=0, num_descriptors=0, duration_ms=0.0))
             return future
-        return self._submit(future, lambda driver: driver.write(peer, copies, future))
+        (pair,) = plan  # equal layouts of one rank each
+        return self._submit(future, lambda driver: driver.write(peer, pair.copies, future))
 
     def notify(self, peer: Peer, payload: bytes) -> Future[None]:
         """Send ``payload``. The future completes when the network has taken it, not when it was handled."""
@@ -241,7 +246,7 @@ class NixlTransport:
         try:
             self._driver = NixlDriver(
                 settings,
-                block_bytes=self._layout.block_bytes,
+                block_bytes=self._cache.layout.block_bytes,
                 write_timeout_s=write_timeout_s,
             )
         except Exception as error:

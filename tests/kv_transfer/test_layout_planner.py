@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,14 +14,36 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cluster.kv_layout import KvLayout
-from kv_transfer.descriptors import BlockCopy, plan_block_copies
-from kv_transfer.layout_planner import RankCopies, num_descriptors, plan_copies
+from kv_transfer import layout_planner
+from kv_transfer.layout_planner import CacheShape, RankCopies, plan_copies
 
 Values = NDArray[np.uint32]  # as wide as the layouts' float32; only their bytes matter
 
 UNTOUCHED = 0xFFFFFFFF
 TP_SIZES = (1, 2, 4)
 BLOCK_SIZES = (16, 32, 64)
+
+
+def plan(
+    source: KvLayout,
+    target: KvLayout,
+    source_block_ids: list[int],
+    target_block_ids: list[int],
+    *,
+    first_token: int = 0,
+    num_tokens: int,
+    target_first_block: int = 0,
+) -> tuple[RankCopies, ...]:
+    """Between caches of as many blocks as it takes."""
+    return plan_copies(
+        CacheShape(source, max(source_block_ids, default=0) + 1),
+        CacheShape(target, max(target_block_ids, default=0) + 1),
+        source_block_ids,
+        target_block_ids,
+        first_token=first_token,
+        num_tokens=num_tokens,
+        target_first_block=target_first_block,
+    )
 
 
 def kv_layout(block_size: int, tp_size: int, *, num_kv_heads: int, num_planes: int = 2) -> KvLayout:
@@ -61,11 +84,11 @@ def put_tokens(
 
 
 def apply(
-    plan: tuple[RankCopies, ...], sources: list[Values], targets: list[Values]
+    copies: tuple[RankCopies, ...], sources: list[Values], targets: list[Values]
 ) -> list[NDArray[np.int64]]:
     """Move the bytes; returns how often each byte of each target was written."""
     writes = [np.zeros(target.nbytes, dtype=np.int64) for target in targets]
-    for pair in plan:
+    for pair in copies:
         source = sources[pair.source_rank].reshape(-1).view(np.uint8)
         target = targets[pair.target_rank].reshape(-1).view(np.uint8)
         for local, remote, num_bytes in pair.copies.tolist():
@@ -113,7 +136,7 @@ def test_every_target_rank_gets_what_the_dense_tensor_says(
     first, middle, end = target_block_size, 2 * max(source_block_size, target_block_size), 217
     writes = [np.zeros(target.nbytes, dtype=np.int64) for target in targets]
     for start, stop in ((first, middle), (middle, end)):
-        plan = plan_copies(
+        copies = plan(
             source,
             target,
             source_blocks,
@@ -122,7 +145,7 @@ def test_every_target_rank_gets_what_the_dense_tensor_says(
             num_tokens=stop - start,
             target_first_block=1,
         )
-        for before, now in zip(writes, apply(plan, sources, targets), strict=True):
+        for before, now in zip(writes, apply(copies, sources, targets), strict=True):
             before += now
 
     expected = caches(target, 2 * len(target_blocks))
@@ -190,7 +213,7 @@ def test_no_list_of_copies_is_shorter(
     end = first_token + num_tokens
     if source.block_size == target.block_size:
         end = -(-end // source.block_size) * source.block_size
-    plan = plan_copies(
+    copies = plan(
         source,
         target,
         source_blocks,
@@ -200,7 +223,7 @@ def test_no_list_of_copies_is_shorter(
         target_first_block=target_first_block,
     )
     delivered: list[tuple[int, int]] = []  # (target rank, head)
-    for pair in plan:
+    for pair in copies:
         source_heads = source.heads_of_rank(pair.source_rank)
         target_heads = target.heads_of_rank(pair.target_rank)
         heads = [
@@ -232,16 +255,13 @@ def test_no_list_of_copies_is_shorter(
             for layer, plane in itertools.product(range(source.num_layers), range(source.num_planes))
             for head in heads
         )
-        merged: list[BlockCopy] = []
+        merged: list[list[int]] = []
         for remote, local in rows:
-            if merged:
-                last = merged[-1]
-                follows = (last.local_address + last.num_bytes, last.remote_address + last.num_bytes)
-                if follows == (local, remote):
-                    merged[-1] = last._replace(num_bytes=last.num_bytes + source.row_bytes)
-                    continue
-            merged.append(BlockCopy(local, remote, source.row_bytes))
-        assert pair.at(source_base=0, target_base=0) == merged
+            if merged and (merged[-1][0] + merged[-1][2], merged[-1][1] + merged[-1][2]) == (local, remote):
+                merged[-1][2] += source.row_bytes
+            else:
+                merged.append([local, remote, source.row_bytes])
+        assert pair.copies.tolist() == merged
     assert sorted(delivered) == [
         (rank, head) for rank in range(target.tp_size) for head in target.heads_of_rank(rank)
     ]
@@ -267,7 +287,7 @@ def test_no_list_of_copies_is_shorter(
 def test_targets_are_spread_over_the_ranks_that_hold_a_head(
     num_kv_heads: int, source_tp: int, target_tp: int, pairs: list[tuple[int, int]]
 ) -> None:
-    plan = plan_copies(
+    copies = plan(
         kv_layout(16, source_tp, num_kv_heads=num_kv_heads),
         kv_layout(16, target_tp, num_kv_heads=num_kv_heads),
         [3],
@@ -275,7 +295,7 @@ def test_targets_are_spread_over_the_ranks_that_hold_a_head(
         first_token=0,
         num_tokens=16,
     )
-    assert [(pair.source_rank, pair.target_rank) for pair in plan] == pairs
+    assert [(pair.source_rank, pair.target_rank) for pair in copies] == pairs
 
 
 QWEN = KvLayout(num_layers=28, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
@@ -316,40 +336,54 @@ def test_number_of_descriptors_for_1600_tokens(
     def descriptors(num_tokens: int) -> int:
         ours, theirs = msgspec.structs.replace(layout, **source), msgspec.structs.replace(layout, **target)
         target_blocks = range(1, 1 + 1600 // theirs.block_size)
-        return num_descriptors(
-            plan_copies(
-                ours, theirs, list(source_blocks), list(target_blocks), first_token=0, num_tokens=num_tokens
-            )
-        )
+        copies = plan(ours, theirs, list(source_blocks), list(target_blocks), num_tokens=num_tokens)
+        return sum(len(pair.copies) for pair in copies)
 
     assert descriptors(1600) == count
     assert descriptors(1597) == count  # a partly filled last block costs none
 
 
-@given(st.permutations(range(40)), st.permutations(range(40)), st.integers(0, 40))
-def test_equal_layouts_copy_whole_blocks(
-    source_blocks: list[int], target_blocks: list[int], count: int
+@given(transfers(), st.data())
+def test_whole_blocks_of_equal_layouts_are_what_the_general_plan_comes_to(
+    transfer: tuple[KvLayout, KvLayout, list[int], list[int], int, int, int], data: st.DataObject
 ) -> None:
-    ours, theirs = source_blocks[:count], target_blocks[:count]
-    plan = plan_copies(QWEN, QWEN, ours, theirs, first_token=0, num_tokens=max(16 * count - 5, 0))
-    whole = plan_block_copies(ours, theirs, block_bytes=QWEN.block_bytes, local_base=0, remote_base=0)
-    assert [copy for pair in plan for copy in pair.at(source_base=0, target_base=0)] == whole
+    layout, _, source_blocks, _, first_token, num_tokens, _ = transfer
+    first_token -= first_token % layout.block_size
+    target_first_block = data.draw(st.integers(0, first_token // layout.block_size))
+    target_blocks = [block + 7 for block in source_blocks[target_first_block:]]
+    target_blocks = data.draw(st.one_of(st.just(target_blocks), st.permutations(target_blocks)))
+    fast = plan(
+        layout,
+        layout,
+        source_blocks,
+        target_blocks,
+        first_token=first_token,
+        num_tokens=num_tokens,
+        target_first_block=target_first_block,
+    )
+    general = layout_planner._converted(
+        layout,
+        layout,
+        np.array(source_blocks),
+        np.array(target_blocks),
+        first_token,
+        first_token + num_tokens,
+        target_first_block,
+    )
+    assert [(pair.source_rank, pair.target_rank, pair.copies.tolist()) for pair in fast] == [
+        (pair.source_rank, pair.target_rank, pair.copies.tolist()) for pair in general
+    ]
 
 
 def test_nothing_to_move() -> None:
-    assert plan_copies(QWEN, QWEN, [], [], first_token=0, num_tokens=0) == ()
-    assert plan_copies(QWEN, QWEN, [1], [2], first_token=16, num_tokens=0) == ()
-    assert num_descriptors(()) == 0
+    assert plan(QWEN, QWEN, [], [], num_tokens=0) == ()
+    assert plan(QWEN, QWEN, [1], [2], first_token=16, num_tokens=0) == ()
 
 
-def test_base_addresses_are_added_to_each_side() -> None:
-    (pair,) = plan_copies(QWEN, QWEN, [1, 4], [2, 3], first_token=0, num_tokens=32)
+def test_offsets_count_from_block_0() -> None:
+    (pair,) = plan(QWEN, QWEN, [1, 4], [2, 3], num_tokens=32)
     size = QWEN.block_bytes
     assert pair.copies.tolist() == [[size, 2 * size, size], [4 * size, 3 * size, size]]
-    assert pair.at(source_base=1000, target_base=7) == [
-        BlockCopy(1000 + size, 7 + 2 * size, size),
-        BlockCopy(1000 + 4 * size, 7 + 3 * size, size),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -376,20 +410,24 @@ def test_base_addresses_are_added_to_each_side() -> None:
             "tokens 0 to 63 do not lie in the 1 target blocks of 32 tokens, which have room for 0 to 31",
         ),
         ({"target_first_block": 1}, "tokens 0 to 63 do not lie in the 2 target blocks .* room for 32 to 95"),
-        ({"source_block_ids": [5, 6, 7, -8]}, "block ids must not be negative, got source -8"),
-        ({"target_block_ids": [1, -1]}, "block ids must not be negative, got target -1"),
+        ({"source_block_ids": [5, 6, -8, 8]}, "source block id -8 is out of range; .* blocks 0 to 8"),
+        ({"source_block_ids": [5, 6, 9, 8]}, "source block id 9 is out of range; .* blocks 0 to 8"),
+        ({"target_block_ids": [1, -1]}, "target block id -1 is out of range; .* blocks 0 to 3"),
+        ({"target_block_ids": [1, 2**64]}, f"target block id {2**64} is out of range"),
         ({"target_block_ids": [2, 2]}, "target block 2 is written twice"),
-        ({"target_block_ids": [1, 2**50]}, f"target block id {2**50} is out of range"),
     ],
 )
-def test_impossible_plans_are_refused(change: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {
+def test_impossible_plans_are_refused(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
         "source": QWEN,
         "target": msgspec.structs.replace(QWEN, block_size=32),
         "source_block_ids": [5, 6, 7, 8],
         "target_block_ids": [1, 2],
         "first_token": 0,
         "num_tokens": 64,
+        **change,
     }
+    for side, num_blocks in (("source", 9), ("target", 4)):
+        arguments[side] = CacheShape(arguments[side], num_blocks)
     with pytest.raises(ValueError, match=message):
-        plan_copies(**(arguments | change))  # type: ignore[arg-type]
+        plan_copies(**arguments)

@@ -111,8 +111,8 @@ def test_a_path_is_measured_when_it_is_set_up_and_with_each_large_write(pair: Pa
 @pytest.mark.parametrize(
     ("local", "remote", "named"),
     [
-        ([NUM_BLOCKS], [1], f"ValueError: local block id {NUM_BLOCKS}"),
-        ([1], [NUM_BLOCKS], f"ValueError: remote block id {NUM_BLOCKS}"),
+        ([NUM_BLOCKS], [1], f"ValueError: source block id {NUM_BLOCKS}"),
+        ([1], [NUM_BLOCKS], f"ValueError: target block id {NUM_BLOCKS}"),
         ([1, 2], [3], "ValueError: blocks are copied pairwise, got 2 local and 1 remote"),
     ],
 )
