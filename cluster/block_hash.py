@@ -1,8 +1,8 @@
 """Hash chains over full blocks of token ids: the name of a KV block in every process.
 
-The chain's root is seeded from the model's fingerprint and the KV layout, so that two workers give the same
-name to a block only if its bytes are interchangeable. Python's ``hash`` differs between processes and is
-never used.
+A hash says which tokens of which model a block holds, not how its bytes lie: workers with other TP sizes or
+dtypes give it the same name. Who copies blocks between caches compares their layouts
+(``cluster.kv_layout.why_not_convertible``). Python's ``hash`` differs between processes and is never used.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from collections.abc import Sequence
 BlockHash = bytes  # 32 bytes of sha256
 
 
-def root_hash(model_fingerprint: str, layout_fingerprint: str, salt: str = "") -> BlockHash:
-    """The parent of a prompt's first block. ``salt`` separates tenants or adapters that may not share."""
-    text = "\x1f".join(("leadout-kv-1", model_fingerprint, layout_fingerprint, salt))
+def root_hash(model_fingerprint: str, block_size: int, salt: str = "") -> BlockHash:
+    """The parent of a prompt's first block. ``block_size`` is in tokens.
+
+    ``salt`` separates tenants or adapters that may not share.
+    """
+    text = "\x1f".join(("leadout-kv-2", model_fingerprint, str(block_size), salt))
     return hashlib.sha256(text.encode()).digest()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import msgspec
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -81,10 +79,6 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     def block_bytes(self) -> int:
         """Bytes of one block of one rank: all layers and planes."""
         return self.num_layers * self.num_planes * self.heads_per_rank * self.block_size * self.row_bytes
-
-    def fingerprint(self) -> str:
-        """A short hash equal for equal layouts in every process."""
-        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
 
 def why_not_convertible(source: KvLayout, target: KvLayout) -> str | None:

@@ -132,7 +132,7 @@ def _create(
         eos_token_ids=model.config.eos_token_ids,
         max_model_len=model.max_model_len,
         vocab_size=model.config.vocab_size,
-        hash_root=functools.partial(root_hash, fingerprint, layout.fingerprint()),
+        hash_root=functools.partial(root_hash, fingerprint, layout.block_size),
         prefix_caching=prefix_caching,
     )
     return CreatedEngine(

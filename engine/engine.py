@@ -61,7 +61,7 @@ class Engine:
         """``num_blocks`` includes the null block 0, which is never allocated.
 
         ``hash_root`` maps a request's cache salt to the root of its block-hash chain, usually
-        ``functools.partial(root_hash, model_fingerprint, kv_layout.fingerprint())``. Raises ValueError on
+        ``functools.partial(root_hash, model_fingerprint, kv_layout.block_size)``. Raises ValueError on
         impossible sizes.
         """
         self._runner = runner

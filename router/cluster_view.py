@@ -162,7 +162,7 @@ class ClusterView:
     ) -> tuple[list[WorkerSnapshot], list[WorkerSnapshot]]:
         """The policy's input for one request: decode and prefill workers with their prefix hits."""
         decode, prefill = self.decode_workers(model), self.prefill_workers(model)
-        groups: dict[tuple[str, str, int], list[str]] = {}
+        groups: dict[HashGroup, list[str]] = {}
         for worker in (*decode, *prefill):
             groups.setdefault(worker.group, []).append(worker.record.id)
         hit_blocks: dict[str, int] = {}

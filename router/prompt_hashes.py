@@ -1,4 +1,4 @@
-"""Block hashes of one prompt, per group of workers whose blocks are interchangeable."""
+"""Block hashes of one prompt, per group of workers with the same model and block size."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from cluster.block_hash import BlockHash, hash_blocks, root_hash
 from cluster.members import WorkerRecord
 
-HashGroup = tuple[str, str, int]  # model fingerprint, layout fingerprint, block size
+HashGroup = tuple[str, int]  # model fingerprint, block size
 
 
 def hash_group(record: WorkerRecord) -> HashGroup:
     """Workers of one group give the same name to the same block."""
-    return record.model.fingerprint, record.kv_layout.fingerprint(), record.kv_layout.block_size
+    return record.model.fingerprint, record.kv_layout.block_size
 
 
 class PromptHashes:
@@ -27,8 +27,8 @@ class PromptHashes:
         """Hashes of the prompt's full blocks for ``group``."""
         hashes = self._hashes.get(group)
         if hashes is None:
-            model_fingerprint, layout_fingerprint, block_size = group
-            root = root_hash(model_fingerprint, layout_fingerprint, self._cache_salt)
+            model_fingerprint, block_size = group
+            root = root_hash(model_fingerprint, block_size, self._cache_salt)
             hashes = hash_blocks(self._token_ids, block_size, root)
             self._hashes[group] = hashes
         return hashes

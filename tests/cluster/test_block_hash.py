@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.block_hash import hash_blocks, root_hash
 
-ROOT = root_hash("fingerprint", "layout", "")
+ROOT = root_hash("fingerprint", 4)
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
 
@@ -32,12 +32,12 @@ def test_equal_hashes_mean_equal_prefixes(one: list[int], other: list[int]) -> N
         assert (mine == theirs) == (one[:end] == other[:end])
 
 
-def test_model_layout_and_salt_are_in_every_hash() -> None:
+def test_model_block_size_and_salt_are_in_every_hash() -> None:
     roots = {
-        root_hash("fingerprint", "layout", ""),
-        root_hash("fingerprint", "layout", "salt"),
-        root_hash("fingerprint", "other", ""),
-        root_hash("other", "layout", ""),
+        root_hash("fingerprint", 4),
+        root_hash("fingerprint", 4, "salt"),
+        root_hash("fingerprint", 16),
+        root_hash("other", 4),
     }
     assert len({hash_blocks([1, 2, 3, 4], 4, root)[0] for root in roots}) == 4
 
@@ -45,7 +45,7 @@ def test_model_layout_and_salt_are_in_every_hash() -> None:
 def test_another_process_computes_the_same() -> None:
     code = (
         "from cluster.block_hash import hash_blocks, root_hash;"
-        "print(hash_blocks(list(range(32)), 16, root_hash('f', 'l', 's'))[-1].hex())"
+        "print(hash_blocks(list(range(32)), 16, root_hash('f', 16, 's'))[-1].hex())"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == hash_blocks(list(range(32)), 16, root_hash("f", "l", "s"))[-1].hex()
+    assert shown.stdout.strip() == hash_blocks(list(range(32)), 16, root_hash("f", 16, "s"))[-1].hex()

@@ -73,21 +73,6 @@ def test_impossible_layouts_are_refused(change: dict[str, object], message: str)
         msgspec.convert(fields, KvLayout)
 
 
-def test_fingerprints_tell_layouts_apart() -> None:
-    layouts = [
-        LAYOUT,
-        LATENT,
-        *(changed(LAYOUT, **{field: 2}) for field in ("tp_size", "num_layers", "head_dim")),
-    ]
-    layouts += [
-        changed(LAYOUT, num_planes=1),
-        changed(LAYOUT, block_size=32),
-        changed(LAYOUT, dtype="float16"),
-    ]
-    assert len({layout.fingerprint() for layout in layouts}) == len(layouts)
-    assert changed(LAYOUT, tp_size=1).fingerprint() == LAYOUT.fingerprint()
-
-
 def test_where_values_lie_may_differ_but_not_what_they_are() -> None:
     assert why_not_convertible(LAYOUT, LAYOUT) is None
     assert why_not_convertible(LAYOUT, changed(LAYOUT, block_size=64, tp_size=4)) is None

@@ -92,7 +92,7 @@ def make_engine(
         eos_token_ids=(EOS,),
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
-        hash_root=partial(root_hash, "prefix-model", layout.fingerprint()),
+        hash_root=partial(root_hash, "prefix-model", block_size),
         prefix_caching=prefix_caching,
     )
     return engine, runner

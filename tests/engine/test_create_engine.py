@@ -219,11 +219,13 @@ def test_prefix_caching_is_a_setting(tiny: ModelSource, prefix_caching: bool) ->
     assert bool(engine.cached_block_hashes()) is prefix_caching
 
 
-def test_block_hashes_are_those_of_model_and_layout(tiny: ModelSource) -> None:
-    created = create(tiny)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_block_hashes_are_those_of_model_and_block_size(tiny: ModelSource, dtype: str) -> None:
+    created = create(tiny, dtype=dtype)
     prompt = list(range(3, 3 + 2 * BLOCK_SIZE + 1))
     run(created.engine, prompt, max_tokens=1)
-    root = root_hash(created.model_fingerprint, created.kv_layout.fingerprint())
+    assert created.kv_layout.dtype == dtype
+    root = root_hash(created.model_fingerprint, BLOCK_SIZE)
     assert sorted(created.engine.cached_block_hashes()) == sorted(hash_blocks(prompt, BLOCK_SIZE, root))
 
 

@@ -29,7 +29,6 @@ from router.policy.choose_workers import PolicySettings
 from router.policy.plan import Plan
 from tests.router.factories import (
     BLOCK_SIZE,
-    LAYOUT,
     RecordingConnection,
     load_report,
     model_identity,
@@ -138,7 +137,7 @@ class Bench:
 
     def lands(self, worker: str, prompt: Sequence[int], num_blocks: int) -> None:
         """That many of the prompt's leading blocks are in the worker's prefix cache now."""
-        hashes = hash_blocks(prompt, BLOCK_SIZE, root_hash("f" * 64, LAYOUT.fingerprint()))
+        hashes = hash_blocks(prompt, BLOCK_SIZE, root_hash("f" * 64, BLOCK_SIZE))
         self.say(worker, KvEvents(sequence=0, snapshot=True))
         self.say(worker, KvEvents(sequence=1, stored=hashes[:num_blocks]))
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from cluster.block_hash import hash_blocks, root_hash
+from cluster.kv_layout import KvLayout
 from cluster.members import WorkerRecord
 from cluster.messages import Cancel, KvEvents, LoadUpdate, Subscribe, TokenBatch
 from cluster.sequence_spec import RequestKey
 from router.cluster_view import ClusterView, WorkerUnreachableError
 from router.prompt_hashes import PromptHashes
-from tests.router.factories import LAYOUT, Connections, load_report, model_identity, worker_record
+from tests.router.factories import Connections, load_report, model_identity, worker_record
 
 
 class Harness:
@@ -117,9 +118,11 @@ def test_a_gap_asks_for_a_new_snapshot(harness: Harness) -> None:
 
 
 def test_prefix_hits_reach_the_snapshot_per_salt(harness: Harness) -> None:
-    harness.members(worker_record("d0"), worker_record("d1"))
+    """The same hashes for workers of another layout, if model and block size are the same."""
+    other = KvLayout(num_layers=1, num_kv_heads=2, head_dim=4, block_size=4, dtype="float16", tp_size=2)
+    harness.members(worker_record("d0"), worker_record("d1", kv_layout=other))
     tokens = list(range(10))
-    hashes = hash_blocks(tokens, 4, root_hash("f" * 64, LAYOUT.fingerprint()))
+    hashes = hash_blocks(tokens, 4, root_hash("f" * 64, 4))
     harness.connections["d1"].answer(KvEvents(sequence=0, stored=hashes, snapshot=True))
     decode, prefill = harness.view.snapshots("test-model", PromptHashes(tokens))
     assert [worker.cached_tokens for worker in decode] == [0, 8]

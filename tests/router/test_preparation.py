@@ -15,7 +15,7 @@ from router.api.request.validation import ServedModel
 from router.prompt_hashes import PromptHashes
 from text_pipeline.text_model import TextModel
 
-GROUP = ("f" * 64, "layout", 4)
+GROUP = ("f" * 64, 4)
 MODEL = ServedModel(name="m", fingerprint="f" * 64, max_model_len=256, vocab_size=49152, eos_token_ids=(2,))
 
 

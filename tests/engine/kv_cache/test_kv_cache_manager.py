@@ -20,7 +20,7 @@ NUM_BLOCKS = 11
 
 
 def ROOT(salt: str) -> bytes:  # noqa: N802 - a constant in all but form
-    return root_hash("model", "layout", salt)
+    return root_hash("model", BLOCK_SIZE, salt)
 
 
 def sequence(name: str, tokens: list[int], salt: str = "") -> Sequence:
