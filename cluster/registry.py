@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from cluster.clock import Clock, SystemClock
 from cluster.config.settings import RegistryConfig
 from cluster.config.values import mask_password
+from cluster.errors import LeadoutError
 from cluster.members import Members, RouterRecord, WorkerRecord, check_address
 from cluster.problem_log import ProblemLog
 from cluster.registry_scripts import DELETE, INCARNATION_DIGITS, LIST, PUT
@@ -36,11 +37,11 @@ _FIRST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 2.0
 
 
-class RegistryUnavailableError(RuntimeError):
+class RegistryUnavailableError(LeadoutError):
     """The registry's server does not answer."""
 
 
-class StaleIncarnationError(RuntimeError):
+class StaleIncarnationError(LeadoutError):
     """The id belongs to a newer incarnation: this process was replaced and must end."""
 
 

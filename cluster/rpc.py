@@ -18,6 +18,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from cluster.errors import LeadoutError
 from cluster.malformed import MalformedMessage, identify
 from cluster.members import WorkerRecord, check_address
 from cluster.messages import Envelope, Message
@@ -38,7 +39,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
-class RpcError(Exception):
+class RpcError(LeadoutError):
     """A message could not be handed to the network."""
 
 

@@ -11,10 +11,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.errors import LeadoutError
 from cluster.members import TransportEndpoint, WorkerRecord
 
 
-class TransferError(Exception):
+class TransferError(LeadoutError):
     """A write or notification did not reach its peer. The peer's blocks may hold partial data."""
 
 
@@ -30,7 +31,7 @@ class WriteAbandonedError(TransferError):
         self.over = over
 
 
-class TransportUnavailableError(RuntimeError):
+class TransportUnavailableError(LeadoutError):
     """This platform has no usable transport of the asked kind; the message says what to install."""
 
 

@@ -5,19 +5,46 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.metadata
+import logging
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+import typer.core
 import yaml
 
 from cluster.config.settings import ConfigError, LeadoutConfig, load_config
+from cluster.errors import LeadoutError
 from leadout.errors import UserError
+
+
+class _Commands(typer.core.TyperGroup):
+    """All commands; what goes wrong in one of them ends here."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was typed; an error that a person can put right becomes an exit status."""
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):  # these are RuntimeErrors
+            raise
+        except (LeadoutError, ValueError, OSError, RuntimeError) as error:
+            if ctx.params["debug"] or logging.getLogger().isEnabledFor(logging.DEBUG):
+                traceback.print_exception(error)
+            if isinstance(error, LeadoutError):
+                message, status = str(error), error.exit_status
+            else:
+                message, status = f"{type(error).__name__}: {error}", 1
+            print(f"leadout: {message}", file=sys.stderr)
+            raise typer.Exit(status) from None
+
 
 app = typer.Typer(
     name="leadout",
+    cls=_Commands,
     help="LLM serving with separate prefill and decode workers.",
+    epilog="Exit status: 0 done; 1 failed, standard error says why; 2 wrong usage or configuration.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -46,15 +73,18 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def main() -> None:
-    """Run the command line; expected errors become one line and exit status 2 (usage) or 1."""
-    try:
-        app()
-    except ConfigError as error:
-        _fail(str(error), 2)
-    except UserError as error:
-        _fail(str(error), 1)
-    except (ValueError, OSError, RuntimeError) as error:
-        _fail(f"{type(error).__name__}: {error}", 1)
+    """Run the command line."""
+    app()
+
+
+@app.callback()
+def _options(
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Print the traceback of an error, too, as log.level=debug does."),
+    ] = False,
+) -> None:
+    """LLM serving with separate prefill and decode workers."""
 
 
 @app.command()
@@ -329,8 +359,3 @@ def _load(file: Path | None, settings: list[str] | None, overrides: dict[str, An
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {setting!r}: the value is no YAML: {error}") from None
     return load_config(file=file, overrides=overrides)
-
-
-def _fail(message: str, status: int) -> None:
-    print(f"leadout: {message}", file=sys.stderr)
-    raise SystemExit(status)

@@ -1,7 +1,9 @@
-"""What the command line reports as one line, without a traceback."""
+"""What the command line itself finds wrong."""
 
 from __future__ import annotations
 
+from cluster.errors import LeadoutError
 
-class UserError(Exception):
-    """Something a person can put right: a wrong argument, a port in use, a server that does not answer."""
+
+class UserError(LeadoutError):
+    """A wrong argument, a port in use, a server that does not answer."""

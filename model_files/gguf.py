@@ -20,6 +20,8 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import NamedTuple, Self, TypeAlias
 
+from cluster.errors import LeadoutError
+
 GgufScalar: TypeAlias = bool | int | float | str
 GgufValue: TypeAlias = GgufScalar | list["GgufValue"]
 
@@ -33,7 +35,7 @@ _MAX_KEY_BYTES = 65_535
 _MAX_ALIGNMENT = 2**20
 
 
-class GgufFormatError(ValueError):
+class GgufFormatError(LeadoutError, ValueError):
     """The file is not a GGUF file this parser reads; the message names the place and what was expected."""
 
 

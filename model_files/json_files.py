@@ -8,12 +8,14 @@ from typing import TypeVar
 
 import msgspec
 
+from cluster.errors import LeadoutError
+
 T = TypeVar("T")
 
 _PLACE = re.compile(r"^(?P<problem>.*) - at `\$\.?(?P<field>[^`]+)`$")
 
 
-class ModelFileError(ValueError):
+class ModelFileError(LeadoutError, ValueError):
     """A JSON file of a model cannot be read, or a field in it has a wrong type or value."""
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from cluster.errors import LeadoutError
 from model_files.gguf import GgufFile
 
 BUNDLED_MODEL = "smollm2-135m-instruct"
@@ -33,7 +34,7 @@ _PAGE_BYTES = 4096
 _MAX_SAFETENSORS_HEADER = 100_000_000  # bytes, the format's own limit
 
 
-class ModelNotFoundError(ValueError):
+class ModelNotFoundError(LeadoutError, ValueError):
     """No model files at the given source; the message says what was tried and what is allowed."""
 
 

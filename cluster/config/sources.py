@@ -15,14 +15,17 @@ from pydantic_settings import BaseSettings, EnvSettingsSource
 from pydantic_settings.exceptions import SettingsError
 
 from cluster.config.values import mask_password
+from cluster.errors import LeadoutError
 
 ENV_PREFIX = "LEADOUT_"
 ENV_NESTED_DELIMITER = "__"
 CONFIG_FILE_VARIABLE = "LEADOUT_CONFIG"
 
 
-class ConfigError(ValueError):
+class ConfigError(LeadoutError, ValueError):
     """A wrong key or value; the message names the key path, the value, its source and what is allowed."""
+
+    exit_status = 2
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ import time
 from pathlib import Path
 
 from cluster.end_with_parent import end_with_parent
+from cluster.errors import LeadoutError
 from leadout.local.owned_folders import abandoned_folders, create_owned_folder, remove_abandoned
 
 _FOLDER_PREFIX = "leadout-registry-"
 _START_TIMEOUT_S = 10.0
 
 
-class EmbeddedRegistryError(RuntimeError):
+class EmbeddedRegistryError(LeadoutError):
     """The server is not installed or did not start; the message says which, and what to do."""
 
 

@@ -90,6 +90,27 @@ def test_a_worker_whose_port_is_taken_says_so() -> None:
     assert f"cannot listen at tcp://127.0.0.1:{port}" in run.stderr
 
 
+def test_a_worker_that_never_reached_the_registry_says_so() -> None:
+    """It waits for the registry; told to end meanwhile, it says what it waited for."""
+    with subprocess.Popen(
+        [
+            *(sys.executable, "-m", "leadout", "decode-worker", "--registry", "redis://127.0.0.1:1/0"),
+            *("--set", "engine.kv_cache_memory=64MiB"),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as worker:
+        assert worker.stderr is not None
+        for line in worker.stderr:
+            if "waiting for the registry" in line:
+                break
+        worker.terminate()
+        rest = worker.stderr.read()
+    assert worker.returncode == 1
+    assert rest.splitlines()[-1].startswith("leadout: registry redis://127.0.0.1:1/0: Error 111 connecting")
+    assert "Traceback" not in rest
+
+
 def test_a_port_in_use_is_said_before_anything_starts(one_prefill_one_decode: RunningCluster) -> None:
     run = leadout("serve", "--port", one_prefill_one_decode.url.rsplit(":", 1)[1])
     assert run.returncode == 1

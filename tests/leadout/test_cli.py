@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ import leadout.status
 import leadout.worker.process
 import router.process
 from cluster.config.settings import ConfigError, LeadoutConfig
-from leadout.cli import app, main
+from cluster.registry import RegistryUnavailableError, StaleIncarnationError
+from cluster.rpc import RpcError
+from kv_transfer.transport import TransferError
+from leadout.cli import app
 from leadout.errors import UserError
 from tests.leadout.http_server import Answer, Request, as_json, event_stream, scripted_server
 
@@ -121,8 +124,8 @@ def test_set_wins_over_options_environment_and_file(
 @pytest.mark.parametrize("setting", ["block_size=32", "engine.block_size", "engine.=1", "=", ""])
 def test_a_malformed_setting_is_quoted(serve: _Calls, setting: str) -> None:
     result = _invoke("serve", "--set", setting)
-    assert isinstance(result.exception, ConfigError)
-    assert str(result.exception).startswith(f"--set {setting!r}: expected section.field=value")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"leadout: --set {setting!r}: expected section.field=value")
     assert serve.arguments == []
 
 
@@ -139,8 +142,8 @@ def test_a_malformed_setting_is_quoted(serve: _Calls, setting: str) -> None:
 )
 def test_a_wrong_setting_is_named(serve: _Calls, setting: str, parts: Sequence[str]) -> None:
     result = _invoke("serve", "--set", setting)
-    assert isinstance(result.exception, ConfigError)
-    assert all(part in str(result.exception) for part in parts)
+    assert result.exit_code == 2
+    assert all(part in result.stderr for part in parts)
     assert serve.arguments == []
 
 
@@ -249,47 +252,52 @@ def test_bench_with_a_file_fails_if_a_request_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("goodput", ["ttft", "ttft=", "ttft=fast", "itl=5", "ttft=1,,tpot=2", ""])
 def test_malformed_limits_are_quoted(goodput: str) -> None:
     result = _invoke("bench", "--model", "m", "--goodput", goodput)
-    assert isinstance(result.exception, UserError)
-    assert str(result.exception).startswith(f"--goodput {goodput!r}: expected ttft=")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"leadout: --goodput {goodput!r}: expected ttft=")
 
 
 @pytest.mark.parametrize("command", ["bench", "chat", "status"])
 @pytest.mark.parametrize("url", ["http://host:port", "host:8000", "http://", "ftp://host", "127.0.0.1"])
 def test_a_malformed_url_is_quoted(command: str, url: str) -> None:
     result = _invoke(command, "--url", url)
-    assert isinstance(result.exception, UserError)
-    assert str(result.exception).startswith(f"--url {url!r}: ")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"leadout: --url {url!r}: ")
+
+
+def _raising(error: Exception) -> Callable[..., int]:
+    def fail(*_arguments: Any, **_options: Any) -> int:
+        raise error
+
+    return fail
 
 
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
-        (ConfigError("engine.block_size is wrong"), 2, "leadout: engine.block_size is wrong\n"),
-        (UserError("the port is in use"), 1, "leadout: the port is in use\n"),
-        (RuntimeError("no device"), 1, "leadout: RuntimeError: no device\n"),
-        (
-            FileNotFoundError(2, "No such file", "x"),
-            1,
-            "leadout: FileNotFoundError: [Errno 2] No such file: 'x'\n",
-        ),
+        (ConfigError("engine.block_size is wrong"), 2, "engine.block_size is wrong"),
+        (UserError("the port is in use"), 1, "the port is in use"),
+        (RpcError("cannot listen at tcp://[::1]:1"), 1, "cannot listen at tcp://[::1]:1"),
+        (RegistryUnavailableError("no answer"), 1, "no answer"),
+        (StaleIncarnationError("replaced"), 1, "replaced"),
+        (TransferError("the peer is gone"), 1, "the peer is gone"),
+        (RuntimeError("no device"), 1, "RuntimeError: no device"),
+        (FileNotFoundError(2, "No such file", "x"), 1, "FileNotFoundError: [Errno 2] No such file: 'x'"),
     ],
 )
-def test_an_error_is_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: Exception,
-    status: int,
-    line: str,
+def test_an_error_that_a_person_can_put_right_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, line: str
 ) -> None:
-    def fail(*_arguments: Any, **_options: Any) -> int:
-        raise error
+    monkeypatch.setattr(leadout.serve, "run_serve", _raising(error))
+    result = _invoke("serve")
+    assert (result.exit_code, result.stderr) == (status, f"leadout: {line}\n")
+    shown = _invoke("--debug", "serve").stderr
+    assert shown.startswith("Traceback")
+    assert shown.endswith(f"leadout: {line}\n")
 
-    monkeypatch.setattr(leadout.serve, "run_serve", fail)
-    monkeypatch.setattr(sys, "argv", ["leadout", "serve"])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == status
-    assert capsys.readouterr().err == line
+
+def test_an_error_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leadout.serve, "run_serve", _raising(AssertionError("cannot be")))
+    assert isinstance(_invoke("serve").exception, AssertionError)
 
 
 def test_an_unknown_option_is_a_usage_error() -> None:
