@@ -73,7 +73,7 @@ class Reader:
                 token_ids=tokens,
                 start=start,
                 block_ids=range(1 + number * self._num_blocks, 1 + (number + 1) * self._num_blocks),
-                needs_logits=True,
+                num_logits=1,
             )
             for number, tokens, start in parts
         ]

@@ -17,7 +17,7 @@ class ScheduledSequence:
     token_ids: Sequence[int]  # to compute now
     start: int  # absolute position of token_ids[0] = num_computed_tokens
     block_ids: Sequence[int]
-    needs_logits: bool  # whether the last position's logits are sampled from
+    num_logits: int  # positions, counted from the part's end, whose logits are sampled from
 
 
 @dataclass(frozen=True, slots=True)

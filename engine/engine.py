@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ class Runner(Protocol):
     """Computes batches. ``engine.model_runner.ModelRunner`` is one."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Writes the batch's KV, and returns fp32 logits [num_sequences_needing_logits, vocab], in order."""
+        """Writes the batch's KV, and returns fp32 logits [sum of num_logits, vocab], in order."""
         ...
 
 
@@ -238,24 +239,23 @@ class Engine:
             return self._scheduler.fail_step(scheduled, f"{type(error).__name__} in a model step: {error}")
         return self._scheduler.update_from_output(scheduled, sampled)
 
-    def _forward_and_sample(self, scheduled: SchedulerOutput) -> dict[str, SampledToken]:
+    def _forward_and_sample(self, scheduled: SchedulerOutput) -> list[list[SampledToken]]:
+        """New tokens of each scheduled sequence."""
         logits = self._runner.forward(scheduled.batch)
-        sequences = [
-            sequence
-            for sequence, part in zip(scheduled.sequences, scheduled.batch.sequences, strict=True)
-            if part.needs_logits
-        ]
-        rows = [
-            SamplingRow(
-                sampling=sequence.sampling,
-                position=sequence.num_tokens,
-                num_output_tokens=sequence.num_output_tokens,
-                token_counts=self._token_counts.get(sequence.request_id),
+        rows: list[SamplingRow] = []
+        for sequence, part in zip(scheduled.sequences, scheduled.batch.sequences, strict=True):
+            end = part.start + len(part.token_ids)
+            rows.extend(
+                SamplingRow(
+                    sampling=sequence.sampling,
+                    position=position,
+                    num_output_tokens=position - sequence.num_prompt_tokens,
+                    token_counts=self._token_counts.get(sequence.request_id),
+                )
+                for position in range(end - part.num_logits + 1, end + 1)
             )
-            for sequence in sequences
-        ]
-        tokens = self._sampler.sample(logits, rows)
-        return {sequence.request_id: token for sequence, token in zip(sequences, tokens, strict=True)}
+        tokens = iter(self._sampler.sample(logits, rows))
+        return [list(itertools.islice(tokens, part.num_logits)) for part in scheduled.batch.sequences]
 
     def _take_output(self, output: SequenceOutput) -> None:
         self._pending_outputs.append(output)

@@ -46,8 +46,8 @@ class ModelRunner:
     def forward(self, batch: Batch) -> torch.Tensor:
         """Computes the batch's tokens and writes their keys and values into the KV cache.
 
-        Gives float32 logits ``[n, vocab_size]``: one row for each of the ``n`` sequences with
-        ``needs_logits``, in batch order, each at the sequence's last token.
+        Gives float32 logits ``[sum of num_logits, vocab_size]``: for each sequence in batch order those at
+        its last ``num_logits`` tokens.
         """
         token_ids: list[int] = []
         positions: list[int] = []
@@ -59,8 +59,7 @@ class ModelRunner:
             spans.append(SequenceSpan(len(token_ids), num_tokens, sequence.start, sequence.block_ids))
             token_ids.extend(sequence.token_ids)
             positions.extend(range(sequence.start, sequence.start + num_tokens))
-            if sequence.needs_logits:
-                logits_rows.append(len(token_ids) - 1)
+            logits_rows.extend(range(len(token_ids) - sequence.num_logits, len(token_ids)))
         if not token_ids:
             return torch.empty(0, self._model.config.vocab_size)
         device = self._model.backend.device
@@ -77,6 +76,9 @@ class ModelRunner:
         end = sequence.start + len(sequence.token_ids)
         covered = len(sequence.block_ids) * self._kv_cache.layout.block_size
         assert len(sequence.token_ids) > 0, f"{sequence.request_id}: no tokens to compute"
+        assert 0 <= sequence.num_logits <= len(sequence.token_ids), (
+            f"{sequence.request_id}: logits at {sequence.num_logits} of {len(sequence.token_ids)} tokens"
+        )
         assert sequence.start >= 0, f"{sequence.request_id}: start {sequence.start}"
         assert end <= covered, f"{sequence.request_id}: {end} positions, blocks for {covered}"
         assert end <= self._model.max_model_len, (

@@ -30,6 +30,13 @@ class SequenceStatus(enum.IntEnum):
         return self > SequenceStatus.PREEMPTED
 
 
+class SequencePhase(enum.Enum):
+    """What a sequence's next step computes."""
+
+    PREFILL = enum.auto()  # known tokens: the prompt, or after a preemption prompt and output so far
+    DECODE = enum.auto()  # what was sampled last; all before it has KV
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
     """What the sampler made of one row of logits: a token, or an error (and then ``token_id`` is -1)."""
@@ -59,6 +66,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_prompt_tokens_counted",
+        "phase",
         "prefill_only",
         "remote_prefill",
         "request_id",
@@ -81,6 +89,7 @@ class Sequence:
         self.hash_root = hash_root
         self.block_hashes: list[BlockHash] = []
         self.status = SequenceStatus.WAITING
+        self.phase = SequencePhase.PREFILL
         self.num_computed_tokens: int = 0
         self.num_cached_tokens: int | None = None  # prefix hit at first schedule; None before it
         self.cache_hit_hint: int = 0  # blocks; an estimate that only orders the waiting queue

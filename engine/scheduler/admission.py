@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from engine.kv_cache.kv_cache_manager import KvCacheManager
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.prefill_policy import PREFILL_POLICIES, PrefillCandidate
-from engine.sequence import Sequence, SequenceStatus
+from engine.sequence import Sequence, SequencePhase, SequenceStatus
 
 
 class Admission:
@@ -33,7 +33,7 @@ class Admission:
     def num_prefill_tokens(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> int:
         """Tokens still to be computed here as prompt. What a peer computes does not count."""
         started = sum(
-            sequence.num_uncomputed_tokens for sequence in running if sequence.num_uncomputed_tokens > 1
+            sequence.num_uncomputed_tokens for sequence in running if sequence.phase is SequencePhase.PREFILL
         )
         return started + sum(
             self.num_remaining_tokens(sequence) for sequence in waiting if not sequence.remote_prefill

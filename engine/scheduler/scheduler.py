@@ -20,8 +20,10 @@ finishes or fails, and count towards ``max_num_seqs`` so that each can run as so
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 from cluster.load import QueueLoad
-from cluster.messages import FinishReason, TokenLogprobs
+from cluster.messages import TokenLogprobs
 from engine.batch import Batch, ScheduledSequence
 from engine.kv_cache.kv_cache_manager import KvCacheManager
 from engine.new_request import NewRequest
@@ -31,9 +33,9 @@ from engine.scheduler.errors import QueueFullError, RequestStateError
 from engine.scheduler.output import SchedulerOutput, SchedulerUpdate
 from engine.scheduler.queues import SequenceQueues
 from engine.scheduler.request_limits import check_request
-from engine.scheduler.sequence_outputs import FINISH_REASONS, error_output, token_output
-from engine.scheduler.stop_conditions import check_stop
-from engine.sequence import SampledToken, Sequence, SequenceStatus
+from engine.scheduler.sequence_outputs import error_output, prefill_progress, tokens_output
+from engine.scheduler.stop_conditions import Stop, append_until_stop
+from engine.sequence import SampledToken, Sequence, SequencePhase, SequenceStatus
 from engine.step_result import PrefillProgress, Reservation, SequenceOutput
 
 
@@ -130,7 +132,8 @@ class Scheduler:
         sequence.remote_prefill = False  # if it is preempted, it is recomputed here
         sequence.status = SequenceStatus.RUNNING
         self._queues.running[request_id] = sequence
-        return self._append_token(sequence, SampledToken(token_id=first_token, logprobs=logprobs))
+        accepted, stop = self._append(sequence, [SampledToken(token_id=first_token, logprobs=logprobs)])
+        return self._tokens_output(sequence, accepted, stop)
 
     def fail_remote(self, request_id: str, num_landed_tokens: int = 0) -> None:
         """The peer failed, and no longer writes: the request is computed here, in its reserved blocks.
@@ -191,10 +194,10 @@ class Scheduler:
         preempted: list[str] = []
         # Oldest first: a victim, being the youngest, has then not been scheduled yet in this step.
         for sequence in sorted(self._queues.running.values(), key=lambda running: running.arrival_index):
-            decoding = sequence.status is SequenceStatus.RUNNING and sequence.num_uncomputed_tokens == 1
-            if decoding and budget > 0 and self._grow(sequence, preempted):
-                chunks.append((sequence, 1))
-                budget -= 1
+            count = sequence.num_uncomputed_tokens
+            if sequence.phase is SequencePhase.DECODE and count <= budget and self._grow(sequence, preempted):
+                chunks.append((sequence, count))
+                budget -= count
         reservations: list[Reservation] = []
         chunks += self._schedule_prefills(now, budget, reservations, may_admit=not preempted)
         first_scheduled = tuple(sequence.request_id for sequence, _ in chunks if not sequence.was_scheduled)
@@ -210,30 +213,36 @@ class Scheduler:
         )
 
     def update_from_output(
-        self, output: SchedulerOutput, sampled: dict[str, SampledToken]
+        self, output: SchedulerOutput, sampled: SequenceOf[SequenceOf[SampledToken]]
     ) -> SchedulerUpdate:
-        """Takes in a computed step: ``sampled`` has a token for each sequence that needed logits.
+        """Takes in a computed step: ``sampled[i]`` are the new tokens of ``output.sequences[i]``.
 
+        There are at most ``num_logits`` of them, fewer where draft tokens at the part's end were rejected.
         Requests aborted since ``schedule`` are skipped.
         """
         self._step_in_flight = False
         outputs: list[SequenceOutput] = []
         progress: list[PrefillProgress] = []
-        for sequence, scheduled in zip(output.sequences, output.batch.sequences, strict=True):
+        for sequence, scheduled, tokens in zip(
+            output.sequences, output.batch.sequences, sampled, strict=True
+        ):
             if self._queues.all.get(sequence.request_id) is not sequence:
                 continue
-            token = sampled[sequence.request_id] if scheduled.needs_logits else None
-            if token is not None and token.error is not None:
+            failed = next((token for token in tokens if token.error is not None), None)
+            if failed is not None and failed.error is not None:
                 # What made the logits unusable may sit in the KV: nobody shall find it by its hash.
                 self.kv_cache.discard_cached(sequence.request_id)
-                outputs.append(self._finish_with_error(sequence, token.error, is_refusal=token.is_refusal))
+                outputs.append(self._finish_with_error(sequence, failed.error, is_refusal=failed.is_refusal))
                 continue
-            is_first_chunk = self._advance(sequence, scheduled)
+            is_first_chunk = sequence.num_computed_tokens == sequence.num_cached_tokens
+            accepted, stop = self._append(sequence, tokens)
+            self._advance(sequence, scheduled, num_rejected=scheduled.num_logits - len(tokens))
             if sequence.prefill_only:
-                progress.append(self._progress(sequence, is_first_chunk))
-            if token is not None:
-                self.generation_tokens_total += 1
-                outputs.append(self._append_token(sequence, token))
+                block_ids = self.kv_cache.block_table(sequence.request_id, sequence.num_computed_tokens)
+                progress.append(prefill_progress(sequence, block_ids, is_first_chunk=is_first_chunk))
+            if accepted:
+                self.generation_tokens_total += len(accepted)
+                outputs.append(self._tokens_output(sequence, accepted, stop))
         return SchedulerUpdate(outputs=tuple(outputs), progress=tuple(progress))
 
     def fail_step(self, output: SchedulerOutput, error: str) -> SchedulerUpdate:
@@ -258,7 +267,7 @@ class Scheduler:
         self, now: float, budget: int, reservations: list[Reservation], *, may_admit: bool
     ) -> list[tuple[Sequence, int]]:
         """Chunks of started and waiting prompts in the policy's order; fills ``reservations``."""
-        started = [s for s in self._queues.running.values() if s.num_uncomputed_tokens > 1]
+        started = [s for s in self._queues.running.values() if s.phase is SequencePhase.PREFILL]
         candidates = self._admission.in_order([*started, *self._queues.waiting.values()], now)
         largest_chunk = budget
         if len(candidates) > 1 and self.config.long_prefill_token_threshold:
@@ -316,6 +325,7 @@ class Scheduler:
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.PREEMPTED
+        sequence.phase = SequencePhase.PREFILL
         self._num_preemptions += 1
         self._queues.waiting[sequence.request_id] = self._queues.running.pop(sequence.request_id)
 
@@ -326,47 +336,37 @@ class Scheduler:
             token_ids=tuple(sequence.all_token_ids[start : start + count]),
             start=start,
             block_ids=self.kv_cache.block_table(sequence.request_id, start + count),
-            needs_logits=start + count == sequence.num_tokens,
+            num_logits=1 if start + count == sequence.num_tokens else 0,
         )
 
     # --- parts of update -----------------------------------------------------------------------------------
 
-    def _advance(self, sequence: Sequence, scheduled: ScheduledSequence) -> bool:
-        """Takes in computed tokens. Returns whether they were the request's first."""
-        is_first = sequence.num_computed_tokens == sequence.num_cached_tokens
-        sequence.num_computed_tokens += len(scheduled.token_ids)
+    def _append(
+        self, sequence: Sequence, tokens: SequenceOf[SampledToken]
+    ) -> tuple[SequenceOf[SampledToken], Stop | None]:
+        if tokens:
+            sequence.phase = SequencePhase.DECODE
+        return append_until_stop(sequence, tokens, self._eos_token_ids, self.max_model_len)
+
+    def _advance(self, sequence: Sequence, scheduled: ScheduledSequence, num_rejected: int) -> None:
+        """Takes in the KV of computed tokens, but for ``num_rejected`` ones at the part's end.
+
+        The prefix cache gets blocks of known tokens only: those accepted have been appended before.
+        """
+        num_computed = scheduled.start + len(scheduled.token_ids) - num_rejected
+        sequence.num_computed_tokens = min(num_computed, sequence.num_tokens)
         self.kv_cache.register_computed(sequence)
         counted = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         if counted > sequence.num_prompt_tokens_counted:
             self.prompt_tokens_total += counted - sequence.num_prompt_tokens_counted
             sequence.num_prompt_tokens_counted = counted
-        return is_first
 
-    def _progress(self, sequence: Sequence, is_first_chunk: bool) -> PrefillProgress:
-        return PrefillProgress(
-            request_id=sequence.request_id,
-            block_ids=self.kv_cache.block_table(sequence.request_id, sequence.num_computed_tokens),
-            num_computed_tokens=sequence.num_computed_tokens,
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-            is_first_chunk=is_first_chunk,
-        )
-
-    def _append_token(self, sequence: Sequence, token: SampledToken) -> SequenceOutput:
-        sequence.all_token_ids.append(token.token_id)
-        stop = check_stop(sequence, self._eos_token_ids, self.max_model_len)
-        finish_reason: FinishReason | None = None
+    def _tokens_output(
+        self, sequence: Sequence, tokens: SequenceOf[SampledToken], stop: Stop | None
+    ) -> SequenceOutput:
         if stop is not None:
-            finish_reason = FINISH_REASONS[stop.status]
             self._finish(sequence, stop.status)
-        elif sequence.prefill_only:
-            finish_reason = "length"
-            self._finish(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
-        return token_output(
-            sequence,
-            token,
-            finish_reason=finish_reason,
-            stop_reason=stop.stop_reason if stop else None,
-        )
+        return tokens_output(sequence, tokens, stop)
 
     def _take_landed(self, request_id: str, num_landed_tokens: int) -> Sequence:
         """Takes in what a peer wrote into a reserved sequence's blocks before it failed."""

@@ -53,9 +53,9 @@ class PrefixRunner:
             end = sequence.start + len(sequence.token_ids)
             assert 0 not in sequence.block_ids, "the null block was allocated"
             self.write(sequence.block_ids, sequence.start, sequence.token_ids)
-            if sequence.needs_logits:
-                prefix = self.kv[torch.tensor(sequence.block_ids)].flatten()[:end]
-                row = prefix_logits(prefix)
+            prefix = self.kv[torch.tensor(sequence.block_ids)].flatten()
+            for position in range(end - sequence.num_logits, end):
+                row = prefix_logits(prefix[: position + 1])
                 rows.append(row * torch.nan if sequence.request_id in self.nan_for else row)
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 

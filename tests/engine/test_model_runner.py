@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from pathlib import Path
@@ -87,7 +88,7 @@ class Driver:
             token_ids=tokens[start:end],
             start=start,
             block_ids=tuple(table),
-            needs_logits=True,
+            num_logits=1,
         )
 
     def step(self, *parts: ScheduledSequence) -> torch.Tensor:
@@ -206,13 +207,23 @@ def test_only_asked_rows_come_back_in_order(tiny: LoadedModel) -> None:
     one, two, three = (tokens_of(tiny, 9, seed) for seed in (1, 2, 3))
     parts = [driver.part(name, tokens, 0, 9) for name, tokens in (("1", one), ("2", two), ("3", three))]
     middle = ScheduledSequence(
-        request_id="2", token_ids=two, start=0, block_ids=parts[1].block_ids, needs_logits=False
+        request_id="2", token_ids=two, start=0, block_ids=parts[1].block_ids, num_logits=0
     )
     rows = driver.step(parts[0], middle, parts[2])
     assert rows.shape == (2, tiny.config.vocab_size)
     assert rows.dtype is torch.float32
     assert torch.equal(rows[0], alone(tiny, one, [])[0])
     assert torch.equal(rows[1], alone(tiny, three, [])[0])
+
+
+def test_logits_of_several_positions_are_those_of_one_at_a_time(tiny: LoadedModel) -> None:
+    """What draft tokens are verified by."""
+    prompt, drafts = tokens_of(tiny, 20, 1), tokens_of(tiny, 3, 2)
+    expected = alone(tiny, prompt, drafts)
+    driver = Driver(tiny)
+    driver.step(driver.part("a", prompt, 0, 19))
+    rows = driver.step(dataclasses.replace(driver.part("a", prompt + drafts, 19, 23), num_logits=4))
+    assert all(torch.equal(row, wanted) for row, wanted in zip(rows, expected, strict=True))
 
 
 def test_a_cache_of_another_layout_is_refused(tiny: LoadedModel) -> None:

@@ -13,7 +13,7 @@ def batch(*parts: tuple[int, int]) -> Batch:
     """Sequences that compute so many tokens after so many computed ones."""
     return Batch(
         tuple(
-            ScheduledSequence(f"r{number}", [7] * count, start, [1], needs_logits=True)
+            ScheduledSequence(f"r{number}", [7] * count, start, [1], num_logits=1)
             for number, (start, count) in enumerate(parts)
         )
     )

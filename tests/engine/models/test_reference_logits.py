@@ -40,7 +40,7 @@ def logits_of(source: ModelSource, token_ids: list[int]) -> torch.Tensor:
                     token_ids=token_ids[position : position + 1],
                     start=position,
                     block_ids=tuple(range(1, num_blocks + 1)),
-                    needs_logits=True,
+                    num_logits=1,
                 ),
             )
         )
