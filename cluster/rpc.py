@@ -12,7 +12,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 import zmq
@@ -51,20 +50,40 @@ class MessageEncodingError(RpcError):
     """A message has a value that the wire format cannot carry; no peer could be sent it."""
 
 
-class Connection(Protocol):
-    """What a client needs of its connection to one worker; ``RpcConnection`` is the real one."""
+class ZmqNetwork:
+    """See ``cluster.network.Network``: what one process sends carries its id and incarnation."""
 
-    def send(self, message: Message) -> None:
-        """Queue one message. Raises RpcError if the worker cannot take it."""
-        ...
+    def __init__(self, sender: str, incarnation: int) -> None:
+        self._sender = sender
+        self._incarnation = incarnation
 
-    def close(self) -> None:
-        """Disconnect."""
-        ...
+    def listen(
+        self,
+        on_message: Callable[[str, int, Message], None],
+        on_malformed: Callable[[str, int, MalformedMessage], None] = lambda peer, incarnation, message: None,
+    ) -> RpcServer:
+        """See Network."""
+        return RpcServer(
+            sender=self._sender,
+            incarnation=self._incarnation,
+            on_message=on_message,
+            on_malformed=on_malformed,
+        )
 
-
-# (worker, what takes its messages, what is called when an established connection breaks)
-Connect = Callable[[WorkerRecord, Callable[[Envelope], None], Callable[[], None]], Connection]
+    def connect(
+        self,
+        worker: WorkerRecord,
+        on_message: Callable[[Envelope], None],
+        on_disconnected: Callable[[], None],
+    ) -> RpcConnection:
+        """See Network."""
+        return RpcConnection(
+            worker.address,
+            sender=self._sender,
+            incarnation=self._incarnation,
+            on_message=on_message,
+            on_disconnected=on_disconnected,
+        )
 
 
 class RpcServer:

@@ -1,9 +1,7 @@
-"""The process shell of a worker: registration, heartbeats, RPC, and what it publishes to routers."""
+"""The process shell of a worker: its messages, and what it publishes to routers."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,15 +9,12 @@ from dataclasses import dataclass
 from cluster.clock import Clock
 from cluster.load import LoadReport
 from cluster.malformed import MalformedMessage
-from cluster.members import Members, WorkerRecord
+from cluster.members import Members
 from cluster.messages import Drain, KvEvents, LoadUpdate, Message, Subscribe
+from cluster.network import Network
 from cluster.problem_log import ProblemLog
-from cluster.registry import Registry
-from cluster.rpc import RpcServer
 
 logger = logging.getLogger(__name__)
-
-_WATCH_RETRY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -29,7 +24,7 @@ class _Subscriber:
 
 
 class WorkerShell:
-    """Connects one worker to the cluster, whatever its role. Lives in one asyncio loop.
+    """Connects one worker to routers and other workers. Not thread-safe.
 
     Routers subscribe over RPC and are then told of every change of the prefix cache and, each interval, of
     the load. A router that is neither registered nor has renewed its subscription within the lease is lost.
@@ -37,14 +32,11 @@ class WorkerShell:
 
     def __init__(
         self,
-        *,
-        worker_id: str,
-        incarnation: int,
-        registry: Registry,
-        lease_s: float,
+        network: Network,
         clock: Clock,
+        *,
+        lease_s: float,
         on_message: Callable[[str, int, Message], None],
-        on_members: Callable[[Members], None],
         on_router_lost: Callable[[str, int], None],
         on_drain: Callable[[], None],
         on_malformed: Callable[[str, int, MalformedMessage], None] = lambda peer, incarnation, message: None,
@@ -54,19 +46,13 @@ class WorkerShell:
 
         ``on_drain``: an operator wants this process to finish and end.
         """
-        self._registry = registry
         self._lease_s = lease_s
         self._clock = clock
         self._problems = ProblemLog(logger, clock)
         self._on_message = on_message
-        self._on_members = on_members
         self._on_router_lost = on_router_lost
         self._on_drain = on_drain
-        self._rpc = RpcServer(
-            sender=worker_id, incarnation=incarnation, on_message=self._receive, on_malformed=on_malformed
-        )
-        self._record: WorkerRecord | None = None
-        self._watch_task: asyncio.Task[None] | None = None
+        self._server = network.listen(self._receive, on_malformed)
         self._subscribers: dict[str, _Subscriber] = {}
         self._registered_routers: frozenset[tuple[str, int]] = frozenset()
         self._worker_ids: frozenset[str] = frozenset()  # registered
@@ -78,24 +64,22 @@ class WorkerShell:
     def dropped_messages(self) -> dict[str, int]:
         """Messages dropped since the start: of an older incarnation, malformed, or not deliverable."""
         return {
-            "old_incarnation": self._rpc.num_stale,
-            "malformed": self._rpc.num_malformed,
-            "undeliverable": self._rpc.num_undeliverable,
+            "old_incarnation": self._server.num_stale,
+            "malformed": self._server.num_malformed,
+            "undeliverable": self._server.num_undeliverable,
         }
 
     async def bind(self, address: str) -> str:
         """Open the RPC endpoint; returns its real address. Raises RpcError."""
-        return await self._rpc.bind(address)
+        return await self._server.bind(address)
 
-    async def register(self, record: WorkerRecord) -> None:
-        """Enter the cluster, and stay in it until ``close``. Raises the registry's errors."""
-        self._record = record
-        await self._registry.register(record)
-        self._watch_task = asyncio.create_task(self._watch(), name="registry watch")
+    async def close(self) -> None:
+        """Close the RPC endpoint."""
+        await self._server.close()
 
     def send(self, peer: str, message: Message) -> bool:
         """Answer a peer; False if it is gone or does not keep up."""
-        return self._rpc.send(peer, message)
+        return self._server.send(peer, message)
 
     def publish_kv_events(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Tell subscribed routers how the prefix cache changed."""
@@ -107,13 +91,13 @@ class WorkerShell:
         self._event_sequence += 1
         event = KvEvents(sequence=self._event_sequence, stored=list(stored), removed=list(removed))
         for router in self._subscribers:
-            self._rpc.send(router, event)
+            self._server.send(router, event)
 
     def publish_load(self, load: LoadReport) -> None:
         """Tell subscribed routers the load."""
         self._load = load
         for router in self._subscribers:
-            self._rpc.send(router, LoadUpdate(load=load))
+            self._server.send(router, LoadUpdate(load=load))
 
     def drop_lost_routers(self) -> None:
         """Forget routers whose lease has ended, and their requests with them."""
@@ -124,26 +108,15 @@ class WorkerShell:
                 self._problems.report(("lost", router, subscriber.incarnation), "router %s is lost", router)
                 del self._subscribers[router]
                 self._on_router_lost(router, subscriber.incarnation)
-                self._rpc.forget(router)
+                self._server.forget(router)
 
-    async def withdraw(self) -> None:
-        """Leave the registry: no new work comes. RPC goes on. Failures are logged: the lease ends it too."""
-        if self._watch_task is not None:
-            self._watch_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch_task
-            self._watch_task = None
-        if self._record is not None:
-            try:
-                await self._registry.withdraw(self._record)
-            except Exception as error:
-                logger.warning("could not withdraw from the registry, the lease will end: %s", error)
-            self._record = None
-
-    async def close(self) -> None:
-        """Leave the cluster and close the RPC endpoint."""
-        await self.withdraw()
-        await self._rpc.close()
+    def take_over(self, members: Members) -> None:
+        """Take note of who is registered."""
+        self._registered_routers = frozenset((one.id, one.incarnation) for one in members.routers)
+        worker_ids = frozenset(one.id for one in members.workers)
+        for gone in self._worker_ids - worker_ids:
+            self._server.forget(gone)
+        self._worker_ids = worker_ids
 
     def _receive(self, peer: str, incarnation: int, message: Message) -> None:
         if isinstance(message, Subscribe):
@@ -167,31 +140,9 @@ class WorkerShell:
         if wants_snapshot:
             self._send_snapshot(router)
             if self._load is not None:  # it can plan at once
-                self._rpc.send(router, LoadUpdate(load=self._load))
+                self._server.send(router, LoadUpdate(load=self._load))
 
     def _send_snapshot(self, router: str) -> None:
-        self._rpc.send(
+        self._server.send(
             router, KvEvents(sequence=self._event_sequence, stored=list(self._cached_blocks), snapshot=True)
         )
-
-    async def _watch(self) -> None:
-        while True:
-            try:
-                async for members in self._registry.watch():
-                    self._take_over(members)
-            except Exception as error:  # a worker that no longer sees who comes and goes is of little use
-                message = "watching the registry failed, trying again each %s s"
-                self._problems.report("watch", message, _WATCH_RETRY_S, level=logging.ERROR, error=error)
-            await asyncio.sleep(_WATCH_RETRY_S)
-
-    def _take_over(self, members: Members) -> None:
-        self._registered_routers = frozenset((one.id, one.incarnation) for one in members.routers)
-        worker_ids = frozenset(one.id for one in members.workers)
-        for gone in self._worker_ids - worker_ids:
-            self._rpc.forget(gone)
-        self._worker_ids = worker_ids
-        try:
-            self._on_members(members)
-        except Exception as error:
-            message = "taking over the list of members failed"
-            self._problems.report("members", message, level=logging.ERROR, error=error)

@@ -59,7 +59,7 @@ class DecodeWorker:
         self._over: RecentKeys[RequestKey] = RecentKeys()
         self._is_draining = False
         self._links = PrefillLinks(
-            runtime.connect, on_message=self._on_link_message, on_unreachable=self._on_link_broken
+            runtime.network, on_message=self._on_link_message, on_unreachable=self._on_link_broken
         )
         self._remote_prefills = RemotePrefills(
             runtime,

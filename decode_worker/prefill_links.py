@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from cluster.members import WorkerRecord
 from cluster.messages import Envelope, Message
-from cluster.rpc import Connect, Connection, RpcError
+from cluster.network import Connection, Network
+from cluster.rpc import RpcError
 from kv_transfer.transport import Peer
 
 
@@ -15,13 +16,13 @@ class PrefillLinks:
 
     def __init__(
         self,
-        connect: Connect,
+        network: Network,
         *,
         on_message: Callable[[Peer, Message], None],
         on_unreachable: Callable[[Peer], None],
     ) -> None:
         """``on_unreachable``: the connection broke. It may come back by itself."""
-        self._connect = connect
+        self._network = network
         self._on_message = on_message
         self._on_unreachable = on_unreachable
         self._connections: dict[Peer, Connection] = {}
@@ -41,7 +42,7 @@ class PrefillLinks:
             if envelope.sender == peer.worker_id and envelope.incarnation == peer.incarnation:
                 self._on_message(peer, envelope.message)
 
-        self._connections[peer] = self._connect(record, receive, lambda: self._on_unreachable(peer))
+        self._connections[peer] = self._network.connect(record, receive, lambda: self._on_unreachable(peer))
         self._by_id[peer.worker_id] = peer
 
     def close(self, peer: Peer) -> None:

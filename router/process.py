@@ -10,17 +10,15 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 
 import uvloop
 
 from cluster.clock import SystemClock
 from cluster.config.settings import LeadoutConfig
 from cluster.logging_setup import configure_logging
-from cluster.members import RouterRecord, WorkerRecord
-from cluster.messages import Envelope
+from cluster.members import RouterRecord
 from cluster.registry import Registry, StaleIncarnationError
-from cluster.rpc import RpcConnection
+from cluster.rpc import ZmqNetwork
 from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults, generation_defaults
 from model_files.model_source import ModelSource, resolve_model
 from router.app import create_app
@@ -108,7 +106,7 @@ class RouterProcess:
                 body_processes=config.router.body_processes,
             ),
             settings=PolicySettings(local_prefill_max_tokens=config.router.local_prefill_max_tokens),
-            connect=self._connect,
+            connect=ZmqNetwork(router_id, self._incarnation).connect,
             generation_defaults=defaults,
         )
 
@@ -180,20 +178,6 @@ class RouterProcess:
             await self.services.body_workers.start()
         except (OSError, EOFError, TimeoutError) as error:
             logger.warning("no process for large bodies could be started; the next one is tried: %r", error)
-
-    def _connect(
-        self,
-        record: WorkerRecord,
-        on_message: Callable[[Envelope], None],
-        on_disconnected: Callable[[], None],
-    ) -> RpcConnection:
-        return RpcConnection(
-            record.address,
-            sender=self.record.id,
-            incarnation=self._incarnation,
-            on_message=on_message,
-            on_disconnected=on_disconnected,
-        )
 
     async def _until_stopped(
         self, serving: asyncio.Task[None], member: asyncio.Task[None], registry: Registry

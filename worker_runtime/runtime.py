@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cluster.clock import Clock
 from cluster.messages import Message
-from cluster.rpc import Connect
+from cluster.network import Network
 from engine.engine_commands import EngineCommands
 from kv_transfer.peer_connections import PeerConnections
 from kv_transfer.transport import Peer, Transport
@@ -28,6 +28,6 @@ class WorkerRuntime:
     transport: Transport
     verifier: BlockVerifier
     peers: PeerConnections
-    connect: Connect  # opens a connection to another worker
+    network: Network
     send: Callable[[str, Message], bool]  # answers a router or decode worker; False if it is gone
     post: Callable[[Callable[[], None]], None]  # runs a function in the event loop, from any thread

@@ -17,13 +17,14 @@ from cluster.config.settings import LeadoutConfig
 from cluster.load import LoadReport, WorkerState
 from cluster.malformed import MalformedMessage
 from cluster.members import Members, ModelIdentity, Role, WorkerRecord
-from cluster.messages import Envelope, Message
+from cluster.messages import Message
 from cluster.metrics import WorkerMetrics
 from cluster.problem_log import ProblemLog
 from cluster.process_identity import LivenessProbe, own_process
 from cluster.registry import Registry, RegistryUnavailableError
-from cluster.rpc import RpcConnection
+from cluster.rpc import ZmqNetwork
 from cluster.signals import on_signal
+from cluster.worker_membership import WorkerMembership
 from cluster.worker_shell import WorkerShell
 from decode_worker.decode_worker import DecodeWorker
 from engine.create_engine import CreatedEngine
@@ -123,19 +124,19 @@ class WorkerHost:
             clock=self._clock.monotonic,
         )
         opened.push_async_callback(asyncio.to_thread, self._engine_loop.stop)
+        network = ZmqNetwork(self._own.worker_id, self._own.incarnation)
         self._shell = WorkerShell(
-            worker_id=self._own.worker_id,
-            incarnation=self._own.incarnation,
-            registry=self._registry,
+            network,
+            self._clock,
             lease_s=config.registry.lease_ms / 1000,
-            clock=self._clock,
             on_message=self._on_message,
             on_malformed=self._on_malformed,
-            on_members=self._on_members,
             on_router_lost=self._on_router_lost,
             on_drain=self._on_signal,
         )
         opened.push_async_callback(self._shell.close)
+        self._membership = WorkerMembership(self._registry, self._clock, self._on_members)
+        opened.push_async_callback(self._membership.withdraw)
         record = await self._make_record()
         self._connections = PeerConnections(
             self._transport,
@@ -156,7 +157,7 @@ class WorkerHost:
             transport=self._transport,
             verifier=verifier,
             peers=self._connections,
-            connect=self._connect,
+            network=network,
             send=self._shell.send,
             post=self._post,
         )
@@ -195,27 +196,12 @@ class WorkerHost:
             started_at=self._clock.unix(),
         )
 
-    def _connect(
-        self,
-        record: WorkerRecord,
-        on_message: Callable[[Envelope], None],
-        on_disconnected: Callable[[], None],
-    ) -> RpcConnection:
-        """See cluster.rpc.Connect."""
-        return RpcConnection(
-            record.address,
-            sender=self._own.worker_id,
-            incarnation=self._own.incarnation,
-            on_message=on_message,
-            on_disconnected=on_disconnected,
-        )
-
     async def _register(self, record: WorkerRecord) -> None:
         give_up_at = self._clock.monotonic() + _REGISTRY_WAIT_S
         problems = ProblemLog(logger, self._clock)
         while True:
             try:
-                await self._shell.register(record)
+                await self._membership.register(record)
                 return
             except RegistryUnavailableError as error:
                 if self._stop.is_set() or self._clock.monotonic() > give_up_at:
@@ -355,6 +341,7 @@ class WorkerHost:
         self._role.on_step(result)
 
     def _on_members(self, members: Members) -> None:
+        self._shell.take_over(members)
         self._connections.update(members.workers)
         self._probe.keep_only([(peer.worker_id, peer.incarnation) for peer in self._connections.doubted])
         self._has_members = True

@@ -1,63 +1,20 @@
-"""A worker shell on real sockets with a registry in memory and a clock that a test sets."""
+"""A worker shell on real sockets with a clock that a test sets."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import cast
+from collections.abc import Callable
 
 from cluster.clock import ManualClock
-from cluster.kv_layout import KvLayout
 from cluster.load import LoadReport
 from cluster.malformed import MalformedMessage
-from cluster.members import (
-    Members,
-    ModelIdentity,
-    RouterRecord,
-    TransportEndpoint,
-    WorkerRecord,
-)
+from cluster.members import RouterRecord
 from cluster.messages import Cancel, Envelope, KvEvents, LoadUpdate, Message, Subscribe
-from cluster.registry import Registry
-from cluster.rpc import RpcConnection
+from cluster.rpc import RpcConnection, ZmqNetwork
 from cluster.sequence_spec import RequestKey
 from cluster.worker_shell import WorkerShell
 
 LEASE_S = 5.0
-
-
-class MemoryRegistry:
-    """What a shell uses of the registry. ``publish`` makes the next list of members."""
-
-    def __init__(self) -> None:
-        self.records: list[WorkerRecord] = []
-        self.withdraw_error: Exception | None = None
-        self.num_watchers = 0
-        self.num_watches = 0
-        self._lists: asyncio.Queue[Members | Exception] = asyncio.Queue()
-
-    def publish(self, members: Members | Exception) -> None:
-        self._lists.put_nowait(members)
-
-    async def register(self, record: WorkerRecord) -> None:
-        self.records.append(record)
-
-    async def withdraw(self, record: WorkerRecord) -> None:
-        if self.withdraw_error is not None:
-            raise self.withdraw_error
-        self.records.remove(record)
-
-    async def watch(self) -> AsyncIterator[Members]:
-        self.num_watchers += 1
-        self.num_watches += 1
-        try:
-            while True:
-                members = await self._lists.get()
-                if isinstance(members, Exception):
-                    raise members
-                yield members
-        finally:
-            self.num_watchers -= 1
 
 
 class Router:
@@ -87,25 +44,19 @@ class Harness:
     """A shell with its registry, clock and routers, and what it told its role."""
 
     def __init__(self) -> None:
-        self.registry = MemoryRegistry()
         self.clock = ManualClock(monotonic=100.0)
         self.messages: list[tuple[str, int, Message]] = []
         self.malformed: list[tuple[str, int, MalformedMessage]] = []
-        self.members: list[Members] = []
         self.lost: list[tuple[str, int]] = []
         self.answer_to_the_lost: Message | None = None  # sent to a router when its loss is told
         self.num_drains = 0
-        self.members_error: Exception | None = None
         self.routers: list[Router] = []
         self.address = ""
         self.shell = WorkerShell(
-            worker_id="w0",
-            incarnation=1,
-            registry=cast("Registry", self.registry),
+            ZmqNetwork("w0", 1),
+            self.clock,
             lease_s=LEASE_S,
-            clock=self.clock,
             on_message=lambda *message: self.messages.append(message),
-            on_members=self._take_members,
             on_router_lost=self._lose,
             on_drain=self._drain,
             on_malformed=lambda *malformed: self.malformed.append(malformed),
@@ -118,11 +69,6 @@ class Harness:
 
     def _drain(self) -> None:
         self.num_drains += 1
-
-    def _take_members(self, members: Members) -> None:
-        self.members.append(members)
-        if self.members_error is not None:
-            raise self.members_error
 
     def router(self, name: str = "r0", incarnation: int = 1) -> Router:
         self.routers.append(Router(self.address, name, incarnation))
@@ -154,11 +100,6 @@ class Harness:
         await until(lambda: router.received[-1:] == [marker], "the marker")
         router.received.pop()
 
-    async def publish_members(self, *routers: RouterRecord) -> None:
-        num_lists = len(self.members)
-        self.registry.publish(Members(routers=routers))
-        await until(lambda: len(self.members) > num_lists, "the members")
-
 
 async def until(condition: Callable[[], bool], what: str) -> None:
     """Wait for something that must come; fails with ``what`` where it does not."""
@@ -167,29 +108,6 @@ async def until(condition: Callable[[], bool], what: str) -> None:
             return
         await asyncio.sleep(0.002)
     raise AssertionError(f"waited in vain for {what}")
-
-
-def worker_record(address: str) -> WorkerRecord:
-    return WorkerRecord(
-        id="w0",
-        incarnation=1,
-        role="decode",
-        pid=1,
-        host="localhost",
-        address=address,
-        metrics_address="",
-        model=ModelIdentity(
-            name="m",
-            source="m",
-            fingerprint="f",
-            dtype="float32",
-            max_model_len=128,
-            vocab_size=100,
-            eos_token_ids=(2,),
-        ),
-        kv_layout=KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"),
-        endpoint=TransportEndpoint(kind="nixl", agent_name="w0", metadata=b"", base_address=1, num_blocks=2),
-    )
 
 
 def router_record(name: str = "r0", incarnation: int = 1) -> RouterRecord:

@@ -1,4 +1,4 @@
-"""What a worker tells its routers, and when it gives one up: real sockets, a registry in memory."""
+"""What a worker tells its routers, and when it gives one up: real sockets."""
 
 from __future__ import annotations
 
@@ -8,91 +8,29 @@ import msgspec
 import pytest
 import zmq
 
-from cluster import worker_shell
 from cluster.load import KvLoad, LoadReport, QueueLoad
+from cluster.members import Members
 from cluster.messages import Cancel, Drain, KvEvents, Subscribe
-from cluster.registry import RegistryUnavailableError
 from cluster.sequence_spec import RequestKey
-from tests.cluster.shell_harness import LEASE_S, Harness, block, router_record, until, worker_record
+from tests.cluster.shell_harness import LEASE_S, Harness, block, router_record, until
 
 
 @pytest.fixture
 async def harness() -> AsyncIterator[Harness]:
     harness = Harness()
     harness.address = await harness.shell.bind("tcp://127.0.0.1:0")
-    await harness.shell.register(worker_record(harness.address))
     yield harness
     for router in harness.routers:
         router.connection.close()
     await harness.shell.close()
 
 
-# --- membership --------------------------------------------------------------------------------------------
-
-
-async def test_register_enters_the_registry_and_follows_it(harness: Harness) -> None:
-    assert harness.registry.records == [worker_record(harness.address)]
-    await harness.publish_members(router_record())
-    await harness.publish_members()
-    assert [len(members.routers) for members in harness.members] == [1, 0]
-
-
-async def test_a_failing_listener_does_not_end_the_watch(
-    harness: Harness, caplog: pytest.LogCaptureFixture
-) -> None:
-    harness.members_error = RuntimeError("a broken listener")
-    await harness.publish_members()
-    harness.members_error = None
-    await harness.publish_members()
-    assert len(harness.members) == 2
-    assert "a broken listener" in caplog.text
-    assert harness.registry.num_watches == 1
-
-
-async def test_a_failing_watch_is_started_again(
-    harness: Harness, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_shell, "_WATCH_RETRY_S", 0.0)
-    harness.registry.publish(RuntimeError("a broken registry"))
-    await harness.publish_members(router_record())
-    assert harness.registry.num_watches == 2
-    assert "a broken registry" in caplog.text
-
-
-async def test_withdraw_leaves_the_registry_but_goes_on_serving(harness: Harness) -> None:
-    router = await harness.subscribed()
-    await harness.shell.withdraw()
-    assert harness.registry.records == []
-    await until(lambda: harness.registry.num_watchers == 0, "the end of the watch")
-    await harness.heard(router)
-    harness.shell.publish_load(LoadReport(state="draining"))
-    await until(lambda: bool(router.loads), "the load of a draining worker")
-    await harness.shell.withdraw()
-    await harness.shell.close()
-
-
-async def test_withdraw_survives_an_unreachable_registry(
-    harness: Harness, caplog: pytest.LogCaptureFixture
-) -> None:
-    harness.registry.withdraw_error = RegistryUnavailableError("nobody answers")
-    await harness.shell.withdraw()
-    assert "the lease will end: nobody answers" in caplog.text
-
-
 async def test_close_ends_everything(harness: Harness) -> None:
     router = await harness.subscribed()
     await harness.shell.close()
-    assert harness.registry.records == []
     assert not harness.shell.send(router.name, Cancel(key=RequestKey("r", 1)))
     assert harness.shell.dropped_messages["undeliverable"] == 1
     harness.shell.publish_load(LoadReport())
-
-
-async def test_close_before_registration() -> None:
-    harness = Harness()
-    await harness.shell.bind("tcp://127.0.0.1:0")
-    await harness.shell.close()
-    assert harness.registry.num_watches == 0
 
 
 # --- messages ----------------------------------------------------------------------------------------------
@@ -319,18 +257,19 @@ async def test_a_router_that_renews_is_kept(harness: Harness) -> None:
 
 async def test_a_registered_router_is_kept_though_silent(harness: Harness) -> None:
     await harness.subscribed()
-    await harness.publish_members(router_record())
+    harness.shell.take_over(Members(routers=(router_record(),)))
     harness.clock.advance(LEASE_S * 10)
     harness.shell.drop_lost_routers()
     assert harness.lost == []
-    await harness.publish_members()
+    harness.shell.take_over(Members())
     harness.shell.drop_lost_routers()
     assert harness.lost == [("r0", 1)], "its registration was all that kept it"
 
 
 async def test_the_registration_of_another_incarnation_keeps_nobody(harness: Harness) -> None:
     await harness.subscribed(incarnation=1)
-    await harness.publish_members(router_record(incarnation=2), router_record("other", incarnation=1))
+    others = (router_record(incarnation=2), router_record("other", incarnation=1))
+    harness.shell.take_over(Members(routers=others))
     harness.clock.advance(LEASE_S + 1)
     harness.shell.drop_lost_routers()
     assert harness.lost == [("r0", 1)]

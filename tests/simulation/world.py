@@ -105,7 +105,7 @@ class Worker:
             transport=self,  # type: ignore[arg-type]
             verifier=verifier,
             peers=self.connections,
-            connect=self.connect,
+            network=self,  # type: ignore[arg-type]
             send=self.answer,
             post=self.posts.append,
         )
