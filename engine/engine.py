@@ -18,8 +18,8 @@ from cluster.messages import TokenLogprobs
 from engine.batch import Batch
 from engine.kv_cache.kv_cache_manager import KvCacheManager
 from engine.new_request import NewRequest
+from engine.sampler.logits_state import LogitsState, logits_states
 from engine.sampler.params_check import check_sampling_params
-from engine.sampler.penalties import TokenCounts, needs_token_counts
 from engine.sampler.sampler import Sampler, SamplingRow
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.output import SchedulerOutput, SchedulerUpdate
@@ -88,7 +88,7 @@ class Engine:
             max_model_len=max_model_len,
         )
         self._sampler = Sampler(eos_token_ids)
-        self._token_counts: dict[str, TokenCounts] = {}  # of requests with a penalty
+        self._logits_states: dict[str, tuple[LogitsState, ...]] = {}  # of requests that have any
         self._pending_outputs: list[SequenceOutput] = []
         self._steps = StepHistory()
         self._collected_at = 0.0
@@ -116,10 +116,8 @@ class Engine:
                 )
         check_sampling_params(request.spec.sampling, self._vocab_size)
         self._scheduler.add_request(request, now)
-        if needs_token_counts(request.spec.sampling):
-            self._token_counts[request.request_id] = TokenCounts(
-                request.spec.prompt_token_ids, request.spec.output_token_ids
-            )
+        if states := logits_states(request.spec):
+            self._logits_states[request.request_id] = states
 
     def abort(self, request_id: str, *, quarantine: bool = False, hold: bool = False) -> bool:
         """Drops a request; no output for it follows. Returns False if it is unknown or already finished.
@@ -132,7 +130,7 @@ class Engine:
         self._pending_outputs = [out for out in self._pending_outputs if out.request_id != request_id]
         if not self._scheduler.abort(request_id, quarantine=quarantine, hold=hold):
             return False
-        self._token_counts.pop(request_id, None)
+        self._logits_states.pop(request_id, None)
         return True
 
     def activate(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> None:
@@ -283,7 +281,7 @@ class Engine:
                     sampling=sequence.sampling,
                     position=position,
                     num_output_tokens=position - sequence.num_prompt_tokens,
-                    token_counts=self._token_counts.get(sequence.request_id),
+                    logits_states=self._logits_states.get(sequence.request_id, ()),
                 )
                 for position in range(end - part.num_logits + 1, end + 1)
             )
@@ -293,7 +291,7 @@ class Engine:
     def _take_output(self, output: SequenceOutput) -> None:
         self._pending_outputs.append(output)
         if output.finish_reason is not None:
-            self._token_counts.pop(output.request_id, None)
-        elif output.request_id in self._token_counts:
-            for token_id in output.token_ids:
-                self._token_counts[output.request_id].add(token_id)
+            self._logits_states.pop(output.request_id, None)
+            return
+        for state in self._logits_states.get(output.request_id, ()):
+            state.accept(output.token_ids)
