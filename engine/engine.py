@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,8 +18,8 @@ from cluster.messages import TokenLogprobs
 from engine.batch import Batch
 from engine.kv_cache.kv_cache_manager import KvCacheManager
 from engine.new_request import NewRequest
+from engine.sampler.logits_state import LogitsState, logits_states
 from engine.sampler.params_check import check_sampling_params
-from engine.sampler.penalties import TokenCounts, needs_token_counts
 from engine.sampler.sampler import Sampler, SamplingRow
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.output import SchedulerOutput, SchedulerUpdate
@@ -37,6 +37,17 @@ class Runner(Protocol):
     def forward(self, batch: Batch) -> torch.Tensor:
         """Writes the batch's KV, and returns fp32 logits [sum of num_logits, vocab], in order."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedStep:
+    """A step whose results have not been taken in. With neither logits nor error it computes nothing."""
+
+    now: float  # the caller's clock at its launch
+    began: float  # seconds of time.perf_counter
+    scheduled: SchedulerOutput
+    logits: torch.Tensor | None = None  # as Runner.forward gives them; a device may still be at it
+    error: Exception | None = None
 
 
 class Engine:
@@ -77,9 +88,10 @@ class Engine:
             max_model_len=max_model_len,
         )
         self._sampler = Sampler(eos_token_ids)
-        self._token_counts: dict[str, TokenCounts] = {}  # of requests with a penalty
+        self._logits_states: dict[str, tuple[LogitsState, ...]] = {}  # of requests that have any
         self._pending_outputs: list[SequenceOutput] = []
         self._steps = StepHistory()
+        self._collected_at = 0.0
 
     @property
     def max_model_len(self) -> int:
@@ -104,10 +116,8 @@ class Engine:
                 )
         check_sampling_params(request.spec.sampling, self._vocab_size)
         self._scheduler.add_request(request, now)
-        if needs_token_counts(request.spec.sampling):
-            self._token_counts[request.request_id] = TokenCounts(
-                request.spec.prompt_token_ids, request.spec.output_token_ids
-            )
+        if states := logits_states(request.spec):
+            self._logits_states[request.request_id] = states
 
     def abort(self, request_id: str, *, quarantine: bool = False, hold: bool = False) -> bool:
         """Drops a request; no output for it follows. Returns False if it is unknown or already finished.
@@ -120,7 +130,7 @@ class Engine:
         self._pending_outputs = [out for out in self._pending_outputs if out.request_id != request_id]
         if not self._scheduler.abort(request_id, quarantine=quarantine, hold=hold):
             return False
-        self._token_counts.pop(request_id, None)
+        self._logits_states.pop(request_id, None)
         return True
 
     def activate(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> None:
@@ -191,76 +201,97 @@ class Engine:
         )
 
     def step(self, now: float) -> StepResult:
-        """Schedules, computes and samples once. Does not raise for what the model or a request does.
+        """Schedules, computes and samples once."""
+        return self.collect(self.launch(now))
 
-        First tokens of requests activated since the last step are delivered by a step of their own, which
-        computes nothing: they need not wait for the model. If the forward pass raises, the requests in that
-        batch end with an error, and the engine goes on.
+    def launch(self, now: float) -> LaunchedStep:
+        """Schedules a step at ``now`` and starts computing it. Give it to ``collect``, in order.
+
+        Another may be launched, and commands may come, before that. Neither this nor ``collect`` raises for
+        what the model or a request does: if a step fails, the requests in its batch end with an error.
         """
         began = time.perf_counter()
         if self._pending_outputs:
-            return self._deliver_pending(now)
+            # First tokens of activated requests need not wait for the model: nothing is computed.
+            return LaunchedStep(now=now, began=began, scheduled=SchedulerOutput(batch=Batch(())))
         scheduled = self._scheduler.schedule(now)
-        update = self._compute(scheduled) if scheduled.sequences else SchedulerUpdate()
+        if not scheduled.sequences:
+            return LaunchedStep(now=now, began=began, scheduled=scheduled)
+        try:
+            logits = self._runner.forward(scheduled.batch)
+        except Exception as error:
+            return LaunchedStep(now=now, began=began, scheduled=scheduled, error=error)
+        return LaunchedStep(now=now, began=began, scheduled=scheduled, logits=logits)
+
+    def collect(self, step: LaunchedStep) -> StepResult:
+        """Waits for a launched step, samples from its logits, and says what came of it."""
+        scheduled, update = step.scheduled, self._finish_step(step)
         for output in update.outputs:
             self._take_output(output)
-        delivered = self._deliver_pending(now)
-        duration_ms = (time.perf_counter() - began) * 1000
-        if scheduled.sequences:
-            self._steps.add(scheduled.batch, duration_ms)
-        return replace(
-            delivered,
-            reservations=scheduled.reservations,
-            progress=update.progress,
-            first_scheduled=scheduled.first_scheduled,
-            num_tokens=scheduled.batch.num_tokens,
-            num_preempted=len(scheduled.preempted),
-            duration_ms=duration_ms,
-        )
-
-    def _deliver_pending(self, now: float) -> StepResult:
-        """Outputs and cache events gathered since the last step, as a step that computed nothing."""
         outputs, self._pending_outputs = self._pending_outputs, []
         stored, removed = self._kv_cache.take_events()
+        ended = time.perf_counter()
+        duration_ms = (ended - max(step.began, self._collected_at)) * 1000  # not what ran beside the last one
+        self._collected_at = ended
+        if scheduled.sequences:
+            self._steps.add(scheduled.batch, duration_ms)
         return StepResult(
-            outputs=tuple(outputs), blocks_stored=stored, blocks_removed=removed, started_at=now
+            outputs=tuple(outputs),
+            # An abort since the launch has given the blocks back.
+            reservations=tuple(
+                one for one in scheduled.reservations if self._scheduler.get(one.request_id) is not None
+            ),
+            progress=update.progress,
+            first_scheduled=scheduled.first_scheduled,
+            blocks_stored=stored,
+            blocks_removed=removed,
+            num_tokens=scheduled.batch.num_tokens,
+            num_preempted=len(scheduled.preempted),
+            started_at=step.now,
+            duration_ms=duration_ms,
         )
 
     def check_invariants(self) -> None:
         """Raises AssertionError if scheduler, KV cache and sequences contradict each other."""
         self._scheduler.check_invariants()
 
-    def _compute(self, scheduled: SchedulerOutput) -> SchedulerUpdate:
-        try:
-            sampled = self._forward_and_sample(scheduled)
-        except Exception as error:
-            request_ids = ", ".join(sequence.request_id for sequence in scheduled.sequences)
-            logger.exception("a step failed; its requests end with an error: %s", request_ids)
-            return self._scheduler.fail_step(scheduled, f"{type(error).__name__} in a model step: {error}")
-        return self._scheduler.update_from_output(scheduled, sampled)
+    def _finish_step(self, step: LaunchedStep) -> SchedulerUpdate:
+        error, sampled = step.error, None
+        if step.logits is not None:
+            try:
+                sampled = self._sample(step.scheduled, step.logits)
+            except Exception as sampling_error:
+                error = sampling_error
+        if sampled is not None:
+            return self._scheduler.update_from_output(step.scheduled, sampled)
+        if error is None:
+            return SchedulerUpdate()
+        request_ids = ", ".join(sequence.request_id for sequence in step.scheduled.sequences)
+        logger.error("a step failed; its requests end with an error: %s", request_ids, exc_info=error)
+        return self._scheduler.fail_step(step.scheduled, f"{type(error).__name__} in a model step: {error}")
 
-    def _forward_and_sample(self, scheduled: SchedulerOutput) -> list[list[SampledToken]]:
+    def _sample(self, scheduled: SchedulerOutput, logits: torch.Tensor) -> list[list[SampledToken]]:
         """New tokens of each scheduled sequence."""
-        logits = self._runner.forward(scheduled.batch)
+        parts = scheduled.batch.sequences
         rows: list[SamplingRow] = []
-        for sequence, part in zip(scheduled.sequences, scheduled.batch.sequences, strict=True):
+        for sequence, part in zip(scheduled.sequences, parts, strict=True):
             end = part.start + len(part.token_ids)
             rows.extend(
                 SamplingRow(
                     sampling=sequence.sampling,
                     position=position,
                     num_output_tokens=position - sequence.num_prompt_tokens,
-                    token_counts=self._token_counts.get(sequence.request_id),
+                    logits_states=self._logits_states.get(sequence.request_id, ()),
                 )
                 for position in range(end - part.num_logits + 1, end + 1)
             )
         tokens = iter(self._sampler.sample(logits, rows))
-        return [list(itertools.islice(tokens, part.num_logits)) for part in scheduled.batch.sequences]
+        return [list(itertools.islice(tokens, part.num_logits)) for part in parts]
 
     def _take_output(self, output: SequenceOutput) -> None:
         self._pending_outputs.append(output)
         if output.finish_reason is not None:
-            self._token_counts.pop(output.request_id, None)
-        elif output.request_id in self._token_counts:
-            for token_id in output.token_ids:
-                self._token_counts[output.request_id].add(token_id)
+            self._logits_states.pop(output.request_id, None)
+            return
+        for state in self._logits_states.get(output.request_id, ()):
+            state.accept(output.token_ids)

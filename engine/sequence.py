@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from cluster.block_hash import BlockHash
@@ -63,7 +62,7 @@ class Sequence:
         "hash_root",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_preemptions",
+        "num_in_flight_tokens",
         "num_prompt_tokens",
         "num_prompt_tokens_counted",
         "phase",
@@ -91,9 +90,9 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.phase = SequencePhase.PREFILL
         self.num_computed_tokens: int = 0
+        self.num_in_flight_tokens: int = 0  # scheduled after those, in steps not yet taken in
         self.num_cached_tokens: int | None = None  # prefix hit at first schedule; None before it
         self.cache_hit_hint: int = 0  # blocks; an estimate that only orders the waiting queue
-        self.num_preemptions: int = 0
         self.num_prompt_tokens_counted: int = 0  # prompt tokens already counted as computed
         self.was_scheduled: bool = False
 
@@ -113,9 +112,9 @@ class Sequence:
         return len(self.all_token_ids) - self.num_computed_tokens
 
     @property
-    def output_token_ids(self) -> SequenceOf[int]:
-        """Output tokens so far, those of earlier attempts included."""
-        return self.all_token_ids[self.num_prompt_tokens :]
+    def num_unscheduled_tokens(self) -> int:
+        """Known tokens without KV that no step in flight computes."""
+        return self.num_uncomputed_tokens - self.num_in_flight_tokens
 
     def __repr__(self) -> str:
         return (

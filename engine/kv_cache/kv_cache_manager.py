@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from cluster.block_hash import BlockHash, hash_blocks
@@ -50,6 +52,7 @@ class KvCacheManager:
         self._hash_root = hash_root
         self._prefix_caching = prefix_caching
         self._allocations: dict[str, _Allocation] = {}
+        self._pins: Counter[int] = Counter()  # block ids that steps in flight write into
         self._prefix_queries_total = 0
         self._prefix_hits_total = 0
 
@@ -202,6 +205,22 @@ class KvCacheManager:
             block_ids.extend(self._pool.allocate(missing))
         return True
 
+    def pin(self, block_ids: SequenceOf[int], start: int) -> None:
+        """Keeps what a step writes out of reuse until ``unpin``, even if the sequence ends before the step.
+
+        It writes into a sequence's blocks ``block_ids`` from position ``start`` on.
+        """
+        written = block_ids[start // self.block_size :]
+        self._pool.touch(written)
+        self._pins.update(written)
+
+    def unpin(self, block_ids: SequenceOf[int], start: int) -> None:
+        """The step is over that was given to ``pin``."""
+        written = block_ids[start // self.block_size :]
+        self._pins.subtract(written)
+        self._pins = +self._pins  # without the zeros
+        self._pool.free(reversed(written))
+
     def remote_writer_done(self, request_id: str) -> None:
         """The peer that wrote into these blocks has finished; they are an ordinary sequence's from now on."""
         self._allocations[request_id].owner = _Owner.SEQUENCE
@@ -243,7 +262,7 @@ class KvCacheManager:
     def check_invariants(self, sequences: Iterable[Sequence] = ()) -> None:
         """Raises AssertionError if tables, pool and ``sequences`` contradict each other."""
         self._pool.check_invariants()
-        references: dict[int, int] = {}
+        references: dict[int, int] = dict(self._pins)
         for request_id, allocation in self._allocations.items():
             assert len(set(allocation.block_ids)) == len(allocation.block_ids), f"{request_id}: block twice"
             assert allocation.num_cached <= allocation.num_registered <= len(allocation.block_ids)

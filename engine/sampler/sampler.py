@@ -9,8 +9,8 @@ import torch
 
 from cluster.messages import TokenLogprobs
 from cluster.sampling_params import SamplingParams
+from engine.sampler.logits_state import LogitsState
 from engine.sampler.noise import gumbel, noise_key
-from engine.sampler.penalties import TokenCounts
 from engine.sampler.truncation import Truncated, is_truncating, min_p_threshold, truncate
 from engine.sequence import SampledToken
 
@@ -24,14 +24,14 @@ class SamplingRow:
     sampling: SamplingParams
     position: int  # absolute position of the token to be sampled
     num_output_tokens: int  # so far
-    token_counts: TokenCounts | None = None  # where a penalty is on
+    logits_states: Sequence[LogitsState] = ()
 
 
 class Sampler:
     """Samples one token per row. Stateless: equal rows give equal tokens, whatever else is in the batch.
 
     In this order: (1) logit_bias; (2) end-of-sequence and stop tokens masked until min_tokens; (3)
-    repetition, frequency and presence penalties; (4) the most likely token where temperature is 0, else (5)
+    the row's logits states, as penalties; (4) the most likely token where temperature is 0, else (5)
     division by temperature; (6) min_p; (7) top-k; (8) top-p; (9) Gumbel-max with noise keyed by (seed,
     position, token id).
     Logprobs are of the raw logits.
@@ -74,7 +74,7 @@ class Sampler:
         adjusted = raw
         for index, row in enumerate(rows):
             masked = self._masked_token_ids(row)
-            if not (row.sampling.logit_bias or masked or row.token_counts):
+            if not (row.sampling.logit_bias or masked or row.logits_states):
                 continue
             if adjusted is raw:
                 adjusted = raw.clone()
@@ -85,8 +85,8 @@ class Sampler:
                 logits[token_ids] += torch.tensor(bias, dtype=torch.float32, device=raw.device)
             if masked:
                 logits[torch.tensor(masked, device=raw.device)] = -torch.inf
-            if row.token_counts:
-                row.token_counts.apply(logits, row.sampling)
+            for state in row.logits_states:
+                state.apply(logits)
         return adjusted
 
     def _masked_token_ids(self, row: SamplingRow) -> list[int]:

@@ -20,14 +20,21 @@ class Admission:
         self._policy = PREFILL_POLICIES[config.prefill_policy]
         self._watermark_blocks = math.ceil(config.watermark * kv_cache.num_total_blocks)
 
-    def in_order(self, sequences: Iterable[Sequence], now: float) -> list[Sequence]:
-        """``sequences`` in the policy's order at ``now`` (seconds)."""
-        return sorted(sequences, key=lambda sequence: self._key(sequence, now))
+    def prefill_candidates(
+        self, running: Iterable[Sequence], waiting: Iterable[Sequence], now: float
+    ) -> list[Sequence]:
+        """Prompts with tokens left to schedule, in the policy's order at ``now`` (seconds)."""
+        started = [
+            sequence
+            for sequence in running
+            if sequence.phase is SequencePhase.PREFILL and sequence.num_unscheduled_tokens > 0
+        ]
+        return sorted([*started, *waiting], key=lambda sequence: self._key(sequence, now))
 
     def num_remaining_tokens(self, sequence: Sequence) -> int:
-        """Tokens of ``sequence`` that are neither computed nor, as far as is known, cached."""
+        """Tokens of ``sequence`` neither computed nor in flight nor, as far as is known, cached."""
         if sequence.num_computed_tokens > 0 or sequence.status is SequenceStatus.RUNNING:
-            return sequence.num_uncomputed_tokens
+            return sequence.num_unscheduled_tokens
         return sequence.num_tokens - self._kv_cache.refresh_cache_hit_hint(sequence)
 
     def num_prefill_tokens(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> int:

@@ -20,12 +20,26 @@ class SequenceQueues:
         """Sequences that hold a place in the batch, now or as soon as they are activated."""
         return len(self.running) + len(self.reserved)
 
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence waits."""
+        self.all[sequence.request_id] = self.waiting[sequence.request_id] = sequence
+
+    def run(self, sequence: Sequence) -> None:
+        """It joins the running batch."""
+        self._move(sequence, self.running, SequenceStatus.RUNNING)
+
+    def reserve(self, sequence: Sequence) -> None:
+        """A peer fills its blocks from now on."""
+        self._move(sequence, self.reserved, SequenceStatus.WAITING_FOR_REMOTE_KVS)
+
+    def requeue(self, sequence: Sequence, status: SequenceStatus) -> None:
+        """It waits again, as WAITING or PREEMPTED."""
+        self._move(sequence, self.waiting, status)
+
     def forget(self, sequence: Sequence, status: SequenceStatus) -> None:
         """Take a finished sequence out."""
-        sequence.status = status
         del self.all[sequence.request_id]
-        for queue in (self.waiting, self.reserved, self.running):
-            queue.pop(sequence.request_id, None)
+        self._move(sequence, {}, status)
 
     def reserved_sequence(self, request_id: str) -> Sequence:
         """The reserved sequence of that id. Raises RequestStateError unless it waits for remote KV."""
@@ -50,3 +64,9 @@ class SequenceQueues:
             assert sequence.status is SequenceStatus.RUNNING, repr(sequence)
             assert sequence.num_uncomputed_tokens >= 1, repr(sequence)
         assert self.num_admitted <= max_num_seqs, "too many sequences"
+
+    def _move(self, sequence: Sequence, queue: dict[str, Sequence], status: SequenceStatus) -> None:
+        for each in (self.waiting, self.reserved, self.running):
+            each.pop(sequence.request_id, None)
+        queue[sequence.request_id] = sequence
+        sequence.status = status

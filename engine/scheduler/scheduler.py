@@ -31,6 +31,7 @@ from engine.scheduler.admission import Admission
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.errors import QueueFullError, RequestStateError
 from engine.scheduler.output import SchedulerOutput, SchedulerUpdate
+from engine.scheduler.preemption import choose_victim
 from engine.scheduler.queues import SequenceQueues
 from engine.scheduler.request_limits import check_request
 from engine.scheduler.sequence_outputs import error_output, prefill_progress, tokens_output
@@ -42,8 +43,9 @@ from engine.step_result import PrefillProgress, Reservation, SequenceOutput
 class Scheduler:
     """Queues of sequences, and the decision what each step computes.
 
-    Call ``schedule``, compute its batch, then give the result to ``update_from_output`` (or to ``fail_step``)
-    before the next ``schedule``. Requests may be added, aborted and activated at any time in between.
+    Call ``schedule``, compute its batch, then give the result to ``update_from_output`` or ``fail_step``.
+    Several steps may be in flight, if they are computed and given back in order: ``schedule`` goes on from
+    what they will have computed. Requests may be added, aborted and activated at any time in between.
     """
 
     def __init__(
@@ -67,7 +69,6 @@ class Scheduler:
         self._model_len_limit = max_model_len
         self._admission = Admission(config, kv_cache)
         self._queues = SequenceQueues()
-        self._step_in_flight = False
         self._num_arrived = 0
         self._num_preemptions = 0
         self.prompt_tokens_total = 0  # computed here or found in the cache; recomputed ones count once
@@ -94,7 +95,7 @@ class Scheduler:
             hash_root=self.kv_cache.hash_root(request.spec.cache_salt),
         )
         self._num_arrived += 1
-        self._queues.all[request.request_id] = self._queues.waiting[request.request_id] = sequence
+        self._queues.add(sequence)
 
     def abort(self, request_id: str, *, quarantine: bool = False, hold: bool = False) -> bool:
         """Drops a request, without any output. Returns False if it is unknown or already finished.
@@ -128,10 +129,8 @@ class Scheduler:
         sequence.num_prompt_tokens_counted = sequence.num_prompt_tokens
         self.kv_cache.remote_writer_done(request_id)
         self.kv_cache.register_computed(sequence)
-        del self._queues.reserved[request_id]
         sequence.remote_prefill = False  # if it is preempted, it is recomputed here
-        sequence.status = SequenceStatus.RUNNING
-        self._queues.running[request_id] = sequence
+        self._queues.run(sequence)
         accepted, stop = self._append(sequence, [SampledToken(token_id=first_token, logprobs=logprobs)])
         return self._tokens_output(sequence, accepted, stop)
 
@@ -144,8 +143,7 @@ class Scheduler:
         sequence = self._take_landed(request_id, num_landed_tokens)
         self.kv_cache.remote_writer_done(request_id)
         sequence.remote_prefill = False
-        sequence.status = SequenceStatus.WAITING
-        self._queues.waiting[request_id] = self._queues.reserved.pop(request_id)
+        self._queues.requeue(sequence, SequenceStatus.WAITING)
 
     def give_up_remote(
         self, request_id: str, num_landed_tokens: int, error: str, *, quarantine: bool
@@ -187,15 +185,15 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Decides what the step at ``now`` (seconds) computes: decodes first, then prefill chunks."""
-        if self._step_in_flight:
-            raise RuntimeError("schedule() called again before update_from_output() or fail_step()")
         budget = self.config.max_num_batched_tokens
         chunks: list[tuple[Sequence, int]] = []
         preempted: list[str] = []
         # Oldest first: a victim, being the youngest, has then not been scheduled yet in this step.
         for sequence in sorted(self._queues.running.values(), key=lambda running: running.arrival_index):
-            count = sequence.num_uncomputed_tokens
-            if sequence.phase is SequencePhase.DECODE and count <= budget and self._grow(sequence, preempted):
+            count = sequence.num_unscheduled_tokens
+            if sequence.phase is not SequencePhase.DECODE or not 0 < count <= budget:
+                continue
+            if self._grow(sequence, preempted):
                 chunks.append((sequence, count))
                 budget -= count
         reservations: list[Reservation] = []
@@ -203,7 +201,6 @@ class Scheduler:
         first_scheduled = tuple(sequence.request_id for sequence, _ in chunks if not sequence.was_scheduled)
         for sequence, _ in chunks:
             sequence.was_scheduled = True
-        self._step_in_flight = bool(chunks)
         return SchedulerOutput(
             batch=Batch(tuple(self._scheduled(sequence, count) for sequence, count in chunks)),
             sequences=tuple(sequence for sequence, _ in chunks),
@@ -220,7 +217,7 @@ class Scheduler:
         There are at most ``num_logits`` of them, fewer where draft tokens at the part's end were rejected.
         Requests aborted since ``schedule`` are skipped.
         """
-        self._step_in_flight = False
+        self._end_flight(output)
         outputs: list[SequenceOutput] = []
         progress: list[PrefillProgress] = []
         for sequence, scheduled, tokens in zip(
@@ -247,7 +244,7 @@ class Scheduler:
 
     def fail_step(self, output: SchedulerOutput, error: str) -> SchedulerUpdate:
         """The step could not be computed: its requests fail, all others are as before it."""
-        self._step_in_flight = False
+        self._end_flight(output)
         return SchedulerUpdate(
             outputs=tuple(
                 self._finish_with_error(sequence, error)
@@ -267,8 +264,9 @@ class Scheduler:
         self, now: float, budget: int, reservations: list[Reservation], *, may_admit: bool
     ) -> list[tuple[Sequence, int]]:
         """Chunks of started and waiting prompts in the policy's order; fills ``reservations``."""
-        started = [s for s in self._queues.running.values() if s.phase is SequencePhase.PREFILL]
-        candidates = self._admission.in_order([*started, *self._queues.waiting.values()], now)
+        candidates = self._admission.prefill_candidates(
+            self._queues.running.values(), self._queues.waiting.values(), now
+        )
         largest_chunk = budget
         if len(candidates) > 1 and self.config.long_prefill_token_threshold:
             largest_chunk = self.config.long_prefill_token_threshold
@@ -287,21 +285,18 @@ class Scheduler:
                     continue
                 if has_blocks and self._queues.num_admitted >= self.config.max_num_seqs:
                     continue
-                del self._queues.waiting[sequence.request_id]
                 if sequence.remote_prefill:
                     reservations.append(self._reserve(sequence))
                     continue
-                sequence.status = SequenceStatus.RUNNING
-                self._queues.running[sequence.request_id] = sequence
-            count = min(sequence.num_uncomputed_tokens, budget, largest_chunk)
+                self._queues.run(sequence)
+            count = min(sequence.num_unscheduled_tokens, budget, largest_chunk)
             if count > 0:
                 chunks.append((sequence, count))
                 budget -= count
         return chunks
 
     def _reserve(self, sequence: Sequence) -> Reservation:
-        sequence.status = SequenceStatus.WAITING_FOR_REMOTE_KVS
-        self._queues.reserved[sequence.request_id] = sequence
+        self._queues.reserve(sequence)
         return Reservation(
             request_id=sequence.request_id,
             block_ids=self.kv_cache.block_table(sequence.request_id, sequence.num_tokens),
@@ -309,11 +304,11 @@ class Scheduler:
         )
 
     def _grow(self, sequence: Sequence, preempted: list[str]) -> bool:
-        """Makes room for one more token, preempting the youngest if need be. False if that was itself."""
+        """Makes room for its new tokens, preempting the youngest if need be. False if there is none now."""
         while not self.kv_cache.extend(sequence.request_id, sequence.num_tokens):
-            # Blocks of a prefill_only sequence may be on their way to a peer: they stay.
-            victims = [running for running in self._queues.running.values() if not running.prefill_only]
-            victim = max(victims, key=lambda running: running.arrival_index)
+            victim = choose_victim(self._queues.running.values(), sequence)
+            if victim is None:
+                return False
             self._preempt(victim)
             preempted.append(victim.request_id)
             if victim is sequence:
@@ -323,23 +318,29 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.kv_cache.free(sequence.request_id)
         sequence.num_computed_tokens = 0
-        sequence.num_preemptions += 1
-        sequence.status = SequenceStatus.PREEMPTED
         sequence.phase = SequencePhase.PREFILL
         self._num_preemptions += 1
-        self._queues.waiting[sequence.request_id] = self._queues.running.pop(sequence.request_id)
+        self._queues.requeue(sequence, SequenceStatus.PREEMPTED)
 
     def _scheduled(self, sequence: Sequence, count: int) -> ScheduledSequence:
-        start = sequence.num_computed_tokens
-        return ScheduledSequence(
+        start = sequence.num_computed_tokens + sequence.num_in_flight_tokens
+        scheduled = ScheduledSequence(
             request_id=sequence.request_id,
             token_ids=tuple(sequence.all_token_ids[start : start + count]),
             start=start,
             block_ids=self.kv_cache.block_table(sequence.request_id, start + count),
             num_logits=1 if start + count == sequence.num_tokens else 0,
         )
+        sequence.num_in_flight_tokens += count
+        self.kv_cache.pin(scheduled.block_ids, scheduled.start)
+        return scheduled
 
     # --- parts of update -----------------------------------------------------------------------------------
+
+    def _end_flight(self, output: SchedulerOutput) -> None:
+        for sequence, scheduled in zip(output.sequences, output.batch.sequences, strict=True):
+            sequence.num_in_flight_tokens -= len(scheduled.token_ids)
+            self.kv_cache.unpin(scheduled.block_ids, scheduled.start)
 
     def _append(
         self, sequence: Sequence, tokens: SequenceOf[SampledToken]

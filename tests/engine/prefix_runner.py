@@ -6,6 +6,7 @@ them the tokens.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -16,7 +17,7 @@ from cluster.block_hash import root_hash
 from cluster.kv_layout import KvLayout
 from cluster.sampling_params import SamplingParams
 from engine.batch import Batch
-from engine.engine import Engine
+from engine.engine import Engine, LaunchedStep
 from engine.new_request import NewRequest
 from engine.scheduler.config import SchedulerConfig
 from engine.step_result import SequenceOutput, StepResult
@@ -121,10 +122,17 @@ class Collector:
         self.finished: dict[str, SequenceOutput] = {}
         self.results: list[StepResult] = []
         self.cached = set(engine.cached_block_hashes())  # the prefix cache as its events tell it
+        self.in_flight: deque[LaunchedStep] = deque()
+
+    def launch(self) -> None:
+        self.in_flight.append(self.engine.launch(self.now))
+        self.now += 0.01
 
     def step(self) -> StepResult:
-        result = self.engine.step(self.now)
-        self.now += 0.01
+        """Takes in the oldest step in flight, a new one if there is none."""
+        if not self.in_flight:
+            self.launch()
+        result = self.engine.collect(self.in_flight.popleft())
         self.results.append(result)
         for output in result.outputs:
             assert output.request_id not in self.finished, "output after the end"
@@ -138,11 +146,13 @@ class Collector:
         self.engine.check_invariants()
         return result
 
-    def run(self, max_steps: int = 2000) -> None:
-        """Steps until there is no work; fails if that takes more than ``max_steps``."""
+    def run(self, max_steps: int = 2000, *, ahead: int = 0) -> None:
+        """Steps until there is no work, launching ``ahead`` steps before each; fails after ``max_steps``."""
         for _ in range(max_steps):
-            if not self.engine.has_work():
+            if not self.engine.has_work() and not self.in_flight:
                 return
+            while self.engine.has_work() and len(self.in_flight) < ahead:
+                self.launch()
             self.step()
         raise AssertionError(f"still at work after {max_steps} steps: {self.engine.load()}")
 

@@ -162,6 +162,55 @@ def test_a_failing_step_fails_its_requests_only() -> None:
     assert collector.tokens["b"] == oracle(PROMPT[::-1], greedy())
 
 
+def test_steps_launched_ahead_give_the_same_tokens() -> None:
+    """Chunks of one prompt are in flight together; a decode waits for the token it goes on from."""
+    engine, runner = make_engine(num_blocks=14, max_num_batched_tokens=4, max_num_seqs=4, watermark=0.0)
+    sampling = greedy(20, ignore_eos=True)
+    prompts = {f"r{index}": [(index * 5 + i) % 20 for i in range(9)] for index in range(4)}
+    for name, prompt in prompts.items():
+        engine.add_request(new_request(name, prompt, sampling), 0.0)
+    collector = Collector(engine)
+    for _ in range(3):
+        collector.launch()
+    assert chunk_lengths(runner, "r0") == [4, 4, 1]
+    collector.run(ahead=3)
+    assert engine.load().queue.preemptions_total > 0
+    for name, prompt in prompts.items():
+        assert collector.tokens[name] == oracle(prompt, sampling), name
+
+
+def test_blocks_that_a_step_in_flight_writes_are_not_reused_before_it_is_over() -> None:
+    engine, _runner = make_engine(max_num_batched_tokens=8)
+    engine.add_request(new_request("a", PROMPT), 0.0)
+    step = engine.launch(0.0)
+    assert engine.abort("a")
+    kv = engine.load().kv
+    assert kv.blocks_total - kv.blocks_free == 2, "of the four blocks those of the first chunk"
+    result = engine.collect(step)
+    assert (result.num_tokens, result.outputs) == (8, ())
+    assert engine.load().kv.blocks_free == kv.blocks_total
+    assert engine.cached_block_hashes() == []
+
+
+def test_a_reservation_aborted_since_its_launch_is_not_reported() -> None:
+    engine, _runner = make_engine()
+    engine.add_request(new_request("a", PROMPT, remote_prefill=True), 0.0)
+    step = engine.launch(0.0)
+    assert engine.abort("a")
+    assert engine.collect(step).reservations == ()
+
+
+def test_a_failing_step_in_flight_fails_the_next_part_of_its_requests_too() -> None:
+    engine, runner = make_engine(max_num_batched_tokens=8)
+    engine.add_request(new_request("a", PROMPT), 0.0)
+    runner.fail_next = True
+    collector = Collector(engine)
+    collector.run(ahead=2)
+    assert collector.finished["a"].error == "RuntimeError in a model step: device lost"
+    assert len(runner.batches) == 2
+    assert engine.load().kv.blocks_free == engine.load().kv.blocks_total
+
+
 @pytest.mark.parametrize(
     ("prompt", "named"),
     [([], "prompt"), ([1, VOCAB_SIZE], f"prompt token {VOCAB_SIZE}"), ([1] * 129, "129")],

@@ -119,6 +119,12 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(count):
             self._step()
 
+    @precondition(lambda self: len(self.collector.in_flight) < 3)
+    @rule()
+    def launch(self) -> None:
+        """A step whose results are taken in later: what comes between must not harm it."""
+        self.collector.launch()
+
     def _step(self) -> None:
         result = self.collector.step()
         for reservation in result.reservations:
@@ -154,6 +160,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def failing_step(self) -> None:
+        while self.collector.in_flight:
+            self._step()
         self.runner.fail_next = True
         before = set(self.engine.cached_block_hashes())
         self._step()
@@ -165,6 +173,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _reserved(self) -> list[str]:
         return [request_id for request_id, tracked in self.live.items() if tracked.reservation]
+
+    def _unreported(self) -> list[str]:
+        """Those with blocks reserved by a step in flight: no peer knows of them yet."""
+        reservations = [one for step in self.collector.in_flight for one in step.scheduled.reservations]
+        return [one.request_id for one in reservations if one.request_id in self.live]
 
     def _peer_writes(self, tracked: Tracked, until: int) -> None:
         assert tracked.reservation is not None
@@ -231,6 +244,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), keep=st.booleans())
     def abort(self, data: st.DataObject, keep: bool) -> None:
         request_id = data.draw(st.sampled_from(list(self.live)))
+        unreported = request_id in self._unreported()
         tracked = self.live.pop(request_id)
         if tracked.kind == "prefill_only":
             assert self.engine.abort(request_id, hold=keep)
@@ -239,7 +253,7 @@ class EngineMachine(RuleBasedStateMachine):
             elif keep:
                 self.engine.release(request_id)  # it may have blocks or not
         else:
-            known = self.engine.abort(request_id, quarantine=keep)
+            known = self.engine.abort(request_id, quarantine=keep and not unreported)
             if tracked.reservation is not None:
                 assert known
                 if keep:
@@ -278,8 +292,9 @@ class EngineMachine(RuleBasedStateMachine):
         load = self.engine.load()
         assert load.kv.blocks_total == NUM_BLOCKS - 1
         assert 0 <= load.kv.blocks_cached <= load.kv.blocks_free <= load.kv.blocks_total
-        assert load.queue.waiting_for_remote_kv == len(self._reserved())
-        assert (load.kv.blocks_reserved > 0) == bool(self._reserved())
+        reserved = [*self._reserved(), *self._unreported()]
+        assert load.queue.waiting_for_remote_kv == len(reserved)
+        assert (load.kv.blocks_reserved > 0) == bool(reserved)
         assert (load.kv.blocks_quarantined > 0) == bool(self.quarantined)
         assert (load.kv.blocks_pinned > 0) == bool(self.held)
 
@@ -291,7 +306,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self._release(request_id)
             for request_id in list(self.quarantined):
                 self._release_quarantined(request_id)
-            if not self.engine.has_work() and not self._reserved():
+            if not (self.engine.has_work() or self.collector.in_flight or self._reserved()):
                 break
             self._step()
         for request_id in list(self.held):

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.sampling_params import SamplingParams
+from cluster.sequence_spec import SequenceSpec
+from engine.sampler.logits_state import logits_states
 from engine.sampler.params_check import check_sampling_params
-from engine.sampler.penalties import TokenCounts
+from engine.sampler.penalties import Penalties
 from engine.sampler.sampler import Sampler, SamplingRow
 from engine.sequence import SampledToken
 
@@ -104,14 +106,21 @@ def test_min_tokens_masks_ends() -> None:
 
 
 def test_penalties() -> None:
-    counts = TokenCounts([20], [10, 10])
     logits = torch.zeros(VOCAB_SIZE)
     logits[10], logits[20], logits[30] = 4.0, 3.0, 2.5
-    base = {"temperature": 0.0}
-    assert one(logits, row(params(**base, repetition_penalty=2.0), token_counts=counts)).token_id == 30
-    assert one(logits, row(params(**base, frequency_penalty=0.6), token_counts=counts)).token_id == 20
-    assert one(logits, row(params(**base, frequency_penalty=0.4), token_counts=counts)).token_id == 10
-    assert one(logits, row(params(**base, presence_penalty=1.1), token_counts=counts)).token_id == 20
+
+    def chosen(**penalty: float) -> int:
+        sampling = params(temperature=0.0, **penalty)
+        (state,) = logits_states(
+            SequenceSpec(prompt_token_ids=[20], output_token_ids=[10], sampling=sampling)
+        )
+        state.accept([10])
+        return one(logits, row(sampling, logits_states=[state])).token_id
+
+    assert chosen(repetition_penalty=2.0) == 30
+    assert chosen(frequency_penalty=0.6) == 20
+    assert chosen(frequency_penalty=0.4) == 10
+    assert chosen(presence_penalty=1.1) == 20
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:
@@ -177,8 +186,12 @@ def test_no_allowed_parameters_leave_nothing_to_choose(
     check_sampling_params(sampling, VOCAB_SIZE)
     logits = torch.rand(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 2 - 1
     logits = logits * scale
-    counts = TokenCounts([0, 5, 9, int(logits.argmax())], [5, 5, EOS, int(logits.argmin())])
-    token = one(logits, row(sampling, num_output_tokens=4, token_counts=counts))
+    spec = SequenceSpec(
+        prompt_token_ids=[0, 5, 9, int(logits.argmax())],
+        output_token_ids=[5, 5, EOS, int(logits.argmin())],
+        sampling=sampling,
+    )
+    token = one(logits, row(sampling, num_output_tokens=4, logits_states=[Penalties(spec)]))
     assert token.error is None
     assert 0 <= token.token_id < VOCAB_SIZE
     if sampling.min_tokens:

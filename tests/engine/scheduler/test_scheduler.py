@@ -34,6 +34,7 @@ def with_drafts(output: SchedulerOutput, *token_ids: int) -> SchedulerOutput:
     """The step as if it had also computed these tokens, guessed for the one sequence of its batch."""
     (part,) = output.batch.sequences
     part = replace(part, token_ids=(*part.token_ids, *token_ids), num_logits=part.num_logits + len(token_ids))
+    output.sequences[0].num_in_flight_tokens += len(token_ids)
     return replace(output, batch=Batch((part,)))
 
 
