@@ -12,6 +12,8 @@ from cluster.kv_layout import KvLayout
 
 PROTOCOL_VERSION = 3  # raised when a message changes meaning; unequal versions are never paired
 
+_ADDRESS_END = 1 << 62
+
 Role = Literal["prefill", "decode"]
 
 
@@ -29,7 +31,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransportEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and how a peer may write into this worker's KV cache."""
+    """Where and how a peer may write into one rank's KV cache."""
 
     kind: str  # "nixl"
     agent_name: str
@@ -41,7 +43,11 @@ class TransportEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's registration."""
+    """One worker's registration.
+
+    Raises ``ValueError`` where the endpoints are not one per rank, of one kind, each with a KV cache that
+    memory can hold: peers compute addresses from them.
+    """
 
     id: str
     incarnation: int  # larger after each restart; time.time_ns() at start
@@ -52,10 +58,30 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     metrics_address: str  # http URL of its Prometheus endpoint, "" if none
     model: ModelIdentity
     kv_layout: KvLayout
-    endpoint: TransportEndpoint
+    endpoints: tuple[TransportEndpoint, ...]  # by rank
     process: str = ""  # cluster.process_identity.own_process()
     protocol_version: int = PROTOCOL_VERSION
     started_at: float = 0.0  # unix seconds
+
+    def __post_init__(self) -> None:
+        num_ranks = self.kv_layout.tp_size
+        if len(self.endpoints) != num_ranks:
+            raise ValueError(f"{self.id} has {len(self.endpoints)} transport endpoints for {num_ranks} ranks")
+        kinds = {endpoint.kind for endpoint in self.endpoints}
+        if len(kinds) > 1:
+            raise ValueError(f"{self.id} has endpoints of several transports: {', '.join(sorted(kinds))}")
+        for rank, endpoint in enumerate(self.endpoints):
+            end = endpoint.base_address + endpoint.num_blocks * self.kv_layout.block_bytes
+            if endpoint.base_address < 1 or endpoint.num_blocks < 1 or end > _ADDRESS_END:
+                raise ValueError(
+                    f"rank {rank} of {self.id} has {endpoint.num_blocks} KV blocks at address "
+                    f"{endpoint.base_address}, which no memory has"
+                )
+
+    @property
+    def transport(self) -> str:
+        """By what its peers write, e.g. ``"nixl"``."""
+        return self.endpoints[0].kind
 
 
 class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +110,7 @@ def incompatibility(one: WorkerRecord, other: WorkerRecord) -> str | None:
         ("model fingerprint", one.model.fingerprint, other.model.fingerprint),
         ("dtype", one.model.dtype, other.model.dtype),
         ("KV layout", one.kv_layout, other.kv_layout),
-        ("transport", one.endpoint.kind, other.endpoint.kind),
+        ("transport", one.transport, other.transport),
     )
     for what, mine, theirs in checks:
         if mine != theirs:

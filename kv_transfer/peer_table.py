@@ -73,9 +73,9 @@ def describe(peer: Peer) -> str:
 def check_peer_record(record: WorkerRecord, *, kind: str, layout: KvLayout, own: Peer) -> None:
     """Raise ``TransferError`` if blocks cannot be copied into the cache that ``record`` describes."""
     peer = Peer(record.id, record.incarnation)
-    if record.endpoint.kind != kind:
+    if record.transport != kind:
         raise TransferError(
-            f"{describe(peer)} is reachable over {record.endpoint.kind!r}, this worker over {kind!r}"
+            f"{describe(peer)} is reachable over {record.transport!r}, this worker over {kind!r}"
         )
     if record.kv_layout != layout:
         raise TransferError(

@@ -98,7 +98,7 @@ class NixlDriver:
             if closing.peer == peer:
                 raise TransferError(f"a write to {describe(peer)} is not over: it may still land")
             self._drop(closing, f"replaced by incarnation {peer.incarnation}")
-        endpoint = record.endpoint
+        (endpoint,) = record.endpoints  # its layout is ours, of one rank
         if any(other.endpoint.agent_name == endpoint.agent_name for other in self.peers.snapshot().values()):
             raise TransferError(f"another peer already uses the agent name {endpoint.agent_name!r}")
         started_at = self.last_activity = time.perf_counter()

@@ -117,7 +117,7 @@ def _record(worker_id: str, role: Role, endpoint: TransportEndpoint) -> WorkerRe
         metrics_address="",
         model=model,
         kv_layout=_LAYOUT,
-        endpoint=endpoint,
+        endpoints=(endpoint,),
     )
 
 

@@ -191,7 +191,7 @@ class WorkerHost:
                 eos_token_ids=tuple(created.model_config.eos_token_ids),
             ),
             kv_layout=created.kv_layout,
-            endpoint=self._transport.endpoint,
+            endpoints=(self._transport.endpoint,),
             process=own_process(),
             started_at=self._clock.unix(),
         )

@@ -36,7 +36,9 @@ def worker_record() -> WorkerRecord:
             eos_token_ids=(2,),
         ),
         kv_layout=KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"),
-        endpoint=TransportEndpoint(kind="nixl", agent_name="w0", metadata=b"", base_address=1, num_blocks=2),
+        endpoints=(
+            TransportEndpoint(kind="nixl", agent_name="w0", metadata=b"", base_address=1, num_blocks=2),
+        ),
     )
 
 

@@ -29,7 +29,7 @@ class FakeTransport:
 
     def add_peer(self, record: WorkerRecord) -> Future[None]:
         future: Future[None] = Future()
-        peer, agent_name = Peer(record.id, record.incarnation), record.endpoint.agent_name
+        peer, agent_name = Peer(record.id, record.incarnation), record.endpoints[0].agent_name
         if agent_name not in self._network:
             future.set_exception(TransferError(f"cannot connect to {record.id}@{record.incarnation}"))
             return future
@@ -101,13 +101,15 @@ def record(
             eos_token_ids=(2,),
         ),
         kv_layout=LAYOUT,
-        endpoint=endpoint
-        or TransportEndpoint(
-            kind="nixl",
-            agent_name=f"{worker_id}@{incarnation}",
-            metadata=b"",
-            base_address=1,
-            num_blocks=NUM_BLOCKS,
+        endpoints=(
+            endpoint
+            or TransportEndpoint(
+                kind="nixl",
+                agent_name=f"{worker_id}@{incarnation}",
+                metadata=b"",
+                base_address=1,
+                num_blocks=NUM_BLOCKS,
+            ),
         ),
     )
 

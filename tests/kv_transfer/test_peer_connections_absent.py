@@ -133,8 +133,8 @@ def test_a_worker_that_never_could_be_connected_is_forgotten_when_it_leaves(harn
     impostors = []
     for number in range(50):
         d0 = harness.start(f"d{number}")
-        nobody = msgspec.structs.replace(d0.record.endpoint, agent_name="nobody's")
-        impostors.append(msgspec.structs.replace(d0.record, endpoint=nobody))
+        nobody = msgspec.structs.replace(d0.record.endpoints[0], agent_name="nobody's")
+        impostors.append(msgspec.structs.replace(d0.record, endpoints=(nobody,)))
         harness.alive.add(d0.peer)
     harness.update(*impostors, completions=50)
     assert harness.agents == []

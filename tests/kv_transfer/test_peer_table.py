@@ -68,7 +68,7 @@ def test_only_so_many_reasons_are_kept() -> None:
     [
         ({"kv_layout": msgspec.structs.replace(LAYOUT, block_size=4)}, "d0@1 has another KV layout"),
         (
-            {"endpoint": msgspec.structs.replace(record("d0", "decode").endpoint, kind="other")},
+            {"endpoints": (msgspec.structs.replace(record("d0", "decode").endpoints[0], kind="other"),)},
             "d0@1 is reachable over 'other', this worker over 'nixl'",
         ),
         ({"id": "p0"}, "p0@1 is this worker itself"),

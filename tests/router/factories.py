@@ -39,8 +39,8 @@ def worker_record(worker_id: str, role: str = "decode", incarnation: int = 1, **
         "metrics_address": "",
         "model": model_identity(),
         "kv_layout": LAYOUT,
-        "endpoint": TransportEndpoint(
-            kind="nixl", agent_name=worker_id, metadata=b"", base_address=0, num_blocks=8
+        "endpoints": (
+            TransportEndpoint(kind="nixl", agent_name=worker_id, metadata=b"", base_address=1, num_blocks=8),
         ),
     }
     return WorkerRecord(**(values | fields))

@@ -120,7 +120,8 @@ def test_a_gap_asks_for_a_new_snapshot(harness: Harness) -> None:
 def test_prefix_hits_reach_the_snapshot_per_salt(harness: Harness) -> None:
     """The same hashes for workers of another layout, if model and block size are the same."""
     other = KvLayout(num_layers=1, num_kv_heads=2, head_dim=4, block_size=4, dtype="float16", tp_size=2)
-    harness.members(worker_record("d0"), worker_record("d1", kv_layout=other))
+    d0 = worker_record("d0")
+    harness.members(d0, worker_record("d1", kv_layout=other, endpoints=d0.endpoints * 2))
     tokens = list(range(10))
     hashes = hash_blocks(tokens, 4, root_hash("f" * 64, 4))
     harness.connections["d1"].answer(KvEvents(sequence=0, stored=hashes, snapshot=True))

@@ -140,8 +140,10 @@ class Worker:
                 eos_token_ids=(),
             ),
             kv_layout=LAYOUT,
-            endpoint=TransportEndpoint(
-                kind="nixl", agent_name="a", metadata=b"", base_address=0, num_blocks=NUM_BLOCKS
+            endpoints=(
+                TransportEndpoint(
+                    kind="nixl", agent_name="a", metadata=b"", base_address=1, num_blocks=NUM_BLOCKS
+                ),
             ),
         )
 
