@@ -67,9 +67,26 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
     gbps: float  # moving average over large writes since
 
 
+class TransferCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's transport has done since it started. Warm-up writes are not counted."""
+
+    writes_total: int = 0  # that have landed
+    writes_failed_total: int = 0
+    bytes_total: int = 0  # of writes that have landed, like the next two
+    descriptors_total: int = 0  # after merging
+    write_seconds_total: float = 0.0  # sum of durations, overlapped ones included
+    notifications_sent_total: int = 0
+    notifications_received_total: int = 0
+    notifications_dropped_total: int = 0  # from agents that are no current peers
+    peers_added_total: int = 0
+    peers_failed_total: int = 0  # dropped because a write or notification to them failed
+    polls_total: int = 0
+
+
 class LoadReport(Load, frozen=True, kw_only=True):
     """What a worker publishes each interval; also its entry under ``load`` in ``/cluster``."""
 
     state: WorkerState = "starting"
     handoffs: dict[str, int] = msgspec.field(default_factory=dict)  # live ones by state; only states with any
     links: tuple[LinkReport, ...] = ()  # to the peers this worker writes to
+    transfers: TransferCounters = TransferCounters()

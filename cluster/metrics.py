@@ -48,6 +48,35 @@ _COUNTERS = {
         "kv.prefix_hits_total",
         "Tokens found in the prefix cache; divided by the queries this is its hit rate",
     ),
+    "transfer_writes": ("transfers.writes_total", "KV writes into peers' caches that have landed"),
+    "transfer_writes_failed": ("transfers.writes_failed_total", "KV writes that failed or ran out of time"),
+    "transfer_bytes": ("transfers.bytes_total", "Bytes of KV writes that have landed"),
+    "transfer_descriptors": (
+        "transfers.descriptors_total",
+        "NIXL descriptors of KV writes that have landed, after merging",
+    ),
+    "transfer_busy_seconds": (
+        "transfers.write_seconds_total",
+        "Sum of the durations of KV writes that have landed, overlapped ones included",
+    ),
+    "transfer_notifications_sent": ("transfers.notifications_sent_total", "NIXL notifications sent to peers"),
+    "transfer_notifications_received": (
+        "transfers.notifications_received_total",
+        "NIXL notifications received from peers",
+    ),
+    "transfer_notifications_dropped": (
+        "transfers.notifications_dropped_total",
+        "NIXL notifications received from agents that are no current peers",
+    ),
+    "transfer_peers_added": ("transfers.peers_added_total", "Peers connected to, again after a failure too"),
+    "transfer_peers_failed": (
+        "transfers.peers_failed_total",
+        "Peers dropped because a write or notification to them failed",
+    ),
+    "transfer_polls": (
+        "transfers.polls_total",
+        "Polls of the NIXL agent: ten per second while nothing happens, 500 while KV is expected",
+    ),
 }
 _BYTES_BUCKETS = tuple(float(4**exponent) for exponent in range(7, 18))  # 16 KiB to 16 GiB
 _DESCRIPTOR_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
@@ -84,9 +113,6 @@ class WorkerMetrics:
             ["phase"],
             buckets=_WAIT_BUCKETS,
             registry=registry,
-        )
-        self._transfer_busy = Counter(
-            prefix + "transfer_busy_seconds", "Sum of the durations of KV writes", registry=registry
         )
         self._transfer_bytes = Histogram(
             prefix + "handoff_bytes", "KV bytes of a handoff", buckets=_BYTES_BUCKETS, registry=registry
@@ -202,7 +228,6 @@ class WorkerMetrics:
             self._phase.labels(phase).observe(getattr(timings, f"{phase}_ms") / 1000)
         if timings.prefill_worker:
             self._handoffs.labels(timings.prefill_worker).inc()
-            self._transfer_busy.inc(timings.transfer_busy_ms / 1000)
             if timings.transfer_bytes:
                 self._transfer_bytes.observe(timings.transfer_bytes)
                 self._transfer_descriptors.observe(timings.transfer_descriptors)

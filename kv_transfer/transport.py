@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.errors import LeadoutError
+from cluster.load import LinkReport, TransferCounters
 from cluster.members import TransportEndpoint, WorkerRecord
 
 
@@ -50,38 +51,6 @@ class TransferStats:
     num_bytes: int
     num_descriptors: int  # after merging runs that are contiguous on both sides
     duration_ms: float  # from post to completion on the peer
-
-
-@dataclass(frozen=True, slots=True)
-class PeerInfo:
-    """What a transport knows about one of its peers."""
-
-    peer: Peer
-    agent_name: str
-    num_blocks: int
-    warm: bool  # a write to it has completed, so the path is set up
-    connect_ms: float  # load its metadata, connect, first write; 0 until warm
-    probe_gbps: float  # GB/s measured when it was connected; 0 if not yet
-    link_gbps: float  # GB/s, moving average over large writes, beginning with the probe
-    num_writes_in_flight: int
-
-
-@dataclass(frozen=True, slots=True)
-class TransportCounters:
-    """What a transport has done since it started. Warm-up writes are not counted."""
-
-    writes_posted: int = 0
-    writes_completed: int = 0
-    writes_failed: int = 0
-    bytes_written: int = 0  # by completed writes
-    descriptors_written: int = 0  # by completed writes, after merging
-    write_seconds: float = 0.0  # sum of the durations of completed writes, overlapped ones included
-    notifications_sent: int = 0
-    notifications_received: int = 0
-    notifications_dropped: int = 0  # from agents that are no current peers
-    peers_added: int = 0
-    peers_failed: int = 0  # removed because a write or notification to them failed
-    polls: int = 0
 
 
 NotificationHandler = Callable[[bytes], None]
@@ -138,11 +107,11 @@ class Transport(Protocol):
         """The counterpart of ``expect_traffic``; unknown keys are ignored."""
         ...
 
-    def peers(self) -> tuple[PeerInfo, ...]:
-        """The current peers, in the order they were added."""
+    def links(self) -> tuple[LinkReport, ...]:
+        """The paths to the current peers, in the order they were added."""
         ...
 
-    def counters(self) -> TransportCounters:
+    def counters(self) -> TransferCounters:
         """What this transport has done so far."""
         ...
 

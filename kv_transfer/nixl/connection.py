@@ -6,22 +6,24 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from cluster.load import LinkReport
 from cluster.members import TransportEndpoint
 from kv_transfer.layout_planner import CacheShape
-from kv_transfer.transport import Peer, PeerInfo, TransferStats
+from kv_transfer.transport import Peer, TransferStats
 
 WritePurpose = Literal["blocks", "warm_up", "probe"]
 
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """One peer whose metadata is loaded. ``info`` is replaced, never changed: other threads read it."""
+    """One peer whose metadata is loaded. ``link`` is replaced, never changed: other threads read it."""
 
     peer: Peer
     endpoint: TransportEndpoint
     cache: CacheShape
-    info: PeerInfo
+    link: LinkReport
     started_at: float
+    connect_ms: float = 0.0  # load its metadata, connect, first write; 0 until that has landed
     waiters: list[Future[None]] = field(default_factory=list)  # of add_peer, until the path is warm
     leavers: list[Future[None]] = field(default_factory=list)  # of remove_peer, while writes are in flight
     over: Future[None] = field(default_factory=Future)  # completes when no write to it can land any more

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
+from cluster.load import LinkReport, TransferCounters
 from cluster.members import WorkerRecord
 from cluster.problem_log import ProblemLog
 from kv_transfer.layout_planner import CacheShape, Int64s
@@ -20,10 +21,8 @@ from kv_transfer.peer_table import PeerTable, describe
 from kv_transfer.transport import (
     NotificationHandler,
     Peer,
-    PeerInfo,
     TransferError,
     TransferStats,
-    TransportCounters,
     WriteAbandonedError,
 )
 
@@ -59,7 +58,7 @@ class NixlDriver:
         self.peers: PeerTable[Connection] = PeerTable()
         self.handler: NotificationHandler | None = None
         self.last_activity = time.perf_counter()
-        self._counters = TransportCounters()
+        self._counters = TransferCounters()
         self._polls = 0
         self._writes: set[Write] = set()
         self._closing: dict[Peer, Connection] = {}  # no longer peers, but writes of blocks are not over
@@ -68,9 +67,9 @@ class NixlDriver:
         self._unreleased: list[Any] = []  # handles of writes that NIXL would not cancel yet
 
     @property
-    def counters(self) -> TransportCounters:
+    def counters(self) -> TransferCounters:
         """What was done so far. Any thread may read it."""
-        return replace(self._counters, polls=self._polls)
+        return replace(self._counters, polls_total=self._polls)
 
     @property
     def is_busy(self) -> bool:
@@ -83,10 +82,10 @@ class NixlDriver:
         current = self.peers.incarnation_of(record.id)
         if current == peer:
             connection = self.peers.require(peer)
-            if connection.info.warm or not connection.waiters:
-                future.set_result(None)
-            else:
+            if connection.waiters:
                 connection.waiters.append(future)
+            else:
+                future.set_result(None)
             return
         if current is not None:
             if current.incarnation > peer.incarnation:
@@ -108,11 +107,11 @@ class NixlDriver:
         except Exception as error:
             forget_remote_agent(self._agent, endpoint.agent_name)
             raise TransferError(f"cannot connect to {describe(peer)}: {error}") from error
-        info = PeerInfo(peer, endpoint.agent_name, endpoint.num_blocks, False, 0.0, 0.0, 0.0, 0)
+        link = LinkReport(peer=peer.worker_id, probe_gbps=0.0, gbps=0.0)
         cache = CacheShape(record.kv_layout, endpoint.num_blocks)
-        connection = Connection(peer, endpoint, cache, info, started_at, waiters=[future])
+        connection = Connection(peer, endpoint, cache, link, started_at, waiters=[future])
         self.peers.add(peer, connection)
-        self._count(peers_added=1)
+        self._count(peers_added_total=1)
         self._post("warm_up", connection, self._null_block_copies(1), None)
 
     def remove(self, peer: Peer, future: Future[None]) -> None:
@@ -132,7 +131,6 @@ class NixlDriver:
     def write(self, peer: Peer, copies: Int64s, future: Future[TransferStats]) -> None:
         """Post one write of ``copies``, as in ``RankCopies``."""
         connection = self.peers.require(peer)
-        self._count(writes_posted=1)
         self._post("blocks", connection, copies, future)
 
     def notify(self, peer: Peer, payload: bytes) -> None:
@@ -143,7 +141,7 @@ class NixlDriver:
             send_payload(self._agent, connection.endpoint.agent_name, payload)
         except Exception as error:
             raise self._fail(connection, f"a notification could not be sent: {error}") from error
-        self._count(notifications_sent=1)
+        self._count(notifications_sent_total=1)
 
     def poll(self) -> None:
         """Progress the network once: finish writes, enforce deadlines, hand out notifications."""
@@ -233,28 +231,25 @@ class NixlDriver:
     def _finish(self, write: Write, duration_s: float) -> None:
         connection = write.connection
         if write.purpose == "warm_up":
-            connect_ms = (time.perf_counter() - connection.started_at) * 1000
-            connection.info = replace(connection.info, warm=True, connect_ms=connect_ms)
+            connection.connect_ms = (time.perf_counter() - connection.started_at) * 1000
             num_copies = min(max(_PROBE_BYTES // self._block_bytes, 1), _PROBE_MAX_DESCRIPTORS)
             self._post("probe", connection, self._null_block_copies(num_copies), None)
             return
-        if not connection.info.warm:  # the peer answered a block write before it answered the warm-up
-            connection.info = replace(connection.info, warm=True)
         gbps = write.num_bytes / max(duration_s, 1e-9) / 1e9
         if write.purpose == "probe":
-            connection.info = replace(connection.info, probe_gbps=gbps, link_gbps=gbps)
-            connect_ms = connection.info.connect_ms
-            logger.info("connected to %s in %.1f ms, %.2f GB/s", describe(connection.peer), connect_ms, gbps)
+            connection.link = replace(connection.link, probe_gbps=gbps, gbps=gbps)
+            name, connect_ms = describe(connection.peer), connection.connect_ms
+            logger.info("connected to %s in %.1f ms, %.2f GB/s", name, connect_ms, gbps)
             _complete(connection.waiters)
             return
         if write.num_bytes >= _LINK_SAMPLE_BYTES:
-            known = connection.info.link_gbps or gbps
-            connection.info = replace(connection.info, link_gbps=known + _LINK_SAMPLE_WEIGHT * (gbps - known))
+            known = connection.link.gbps or gbps
+            connection.link = replace(connection.link, gbps=known + _LINK_SAMPLE_WEIGHT * (gbps - known))
         self._count(
-            writes_completed=1,
-            bytes_written=write.num_bytes,
-            descriptors_written=write.num_descriptors,
-            write_seconds=duration_s,
+            writes_total=1,
+            bytes_total=write.num_bytes,
+            descriptors_total=write.num_descriptors,
+            write_seconds_total=duration_s,
         )
         assert write.future is not None
         write.future.set_result(TransferStats(write.num_bytes, write.num_descriptors, duration_s * 1000))
@@ -268,13 +263,13 @@ class NixlDriver:
             self._note_failed(peer, reason)
             self._drop(connection, reason)
         if future is not None:
-            self._count(writes_failed=1)
+            self._count(writes_failed_total=1)
             future.set_exception(TransferError(f"{describe(peer)}: {reason}"))
         return TransferError(f"{describe(peer)}: {reason}")
 
     def _note_failed(self, peer: Peer, reason: str) -> None:
         self._problems.report(("failed", peer), "dropping peer %s: %s", describe(peer), reason)
-        self._count(peers_failed=1)
+        self._count(peers_failed_total=1)
 
     def _abandon(self, write: Write) -> None:
         """Fail a write that has run out of time. It may still land, so it is watched until it is over."""
@@ -283,7 +278,7 @@ class NixlDriver:
         if connection.peer not in self._closing:
             self._note_failed(connection.peer, reason)
         if write.future is not None:
-            self._count(writes_failed=1)
+            self._count(writes_failed_total=1)
             write.future.set_exception(
                 WriteAbandonedError(f"{describe(connection.peer)}: {reason}", connection.over)
             )
@@ -319,7 +314,7 @@ class NixlDriver:
         error = TransferError(f"{describe(peer)}: {reason}")
         for write in writes:
             if write.future is not None and not write.is_abandoned:
-                self._count(writes_failed=1)
+                self._count(writes_failed_total=1)
                 write.future.set_exception(error)
         _fail_all(connection.waiters, error)
         for leaver in connection.leavers:
@@ -348,9 +343,9 @@ class NixlDriver:
             if sender not in names or self.handler is None:
                 message = "dropped %d notifications from agent %s"
                 self._problems.report(("unknown agent", sender), message, len(payloads), sender)
-                self._count(notifications_dropped=len(payloads))
+                self._count(notifications_dropped_total=len(payloads))
                 continue
-            self._count(notifications_received=len(payloads))
+            self._count(notifications_received_total=len(payloads))
             for payload in payloads:
                 try:
                     self.handler(payload)

@@ -24,10 +24,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import TypeVar
 
 from cluster.kv_layout import KvLayout
+from cluster.load import LinkReport, TransferCounters
 from cluster.members import TransportEndpoint, WorkerRecord
 from kv_transfer.layout_planner import CacheShape, plan_copies
 from kv_transfer.nixl.agent import AgentSettings
@@ -37,10 +37,8 @@ from kv_transfer.poller import Poller, polling_sleep_s
 from kv_transfer.transport import (
     NotificationHandler,
     Peer,
-    PeerInfo,
     TransferError,
     TransferStats,
-    TransportCounters,
 )
 
 logger = logging.getLogger(__name__)
@@ -200,14 +198,11 @@ class NixlTransport:
         with self._expected_lock:
             self._expected.discard(key)
 
-    def peers(self) -> tuple[PeerInfo, ...]:
-        """The current peers, in the order they were added."""
-        return tuple(
-            replace(connection.info, num_writes_in_flight=len(connection.writes))
-            for connection in self._running.peers.snapshot().values()
-        )
+    def links(self) -> tuple[LinkReport, ...]:
+        """The paths to the current peers, in the order they were added."""
+        return tuple(connection.link for connection in self._running.peers.snapshot().values())
 
-    def counters(self) -> TransportCounters:
+    def counters(self) -> TransferCounters:
         """What this transport has done so far."""
         return self._running.counters
 

@@ -289,7 +289,9 @@ class WorkerHost:
             return await self._report()
         if self._state == "starting" and self._has_members and self._connections.is_settled:
             self._state = "ready"
-        report = load_report(load, self._state, self._role.ledger, self._transport.peers())
+        report = load_report(
+            load, self._state, self._role.ledger, self._transport.links(), self._transport.counters()
+        )
         self._note_slow_links(report)
         self._metrics.set_load(report)
         self._shell.publish_load(report)

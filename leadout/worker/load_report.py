@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from cluster.load import LinkReport, Load, LoadReport, WorkerState
+from cluster.load import LinkReport, Load, LoadReport, TransferCounters, WorkerState
 from kv_transfer.handoff_ledger import HandoffLedger
-from kv_transfer.transport import PeerInfo
 
 
 def load_report(
-    load: Load, state: WorkerState, ledger: HandoffLedger, peers: Sequence[PeerInfo]
+    load: Load,
+    state: WorkerState,
+    ledger: HandoffLedger,
+    links: tuple[LinkReport, ...],
+    transfers: TransferCounters,
 ) -> LoadReport:
     """What a worker publishes of itself."""
     return LoadReport(
@@ -19,8 +20,6 @@ def load_report(
         steps=load.steps,
         state=state,
         handoffs={state.value: count for state, count in ledger.counts().items() if count},
-        links=tuple(
-            LinkReport(peer=info.peer.worker_id, probe_gbps=info.probe_gbps, gbps=info.link_gbps)
-            for info in peers
-        ),
+        links=links,
+        transfers=transfers,
     )

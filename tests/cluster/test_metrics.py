@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import generate_latest
 
-from cluster.load import KvLoad, LinkReport, LoadReport, QueueLoad, StepLoad
+from cluster.load import KvLoad, LinkReport, LoadReport, QueueLoad, StepLoad, TransferCounters
 from cluster.messages import RequestTimings
 from cluster.metrics import HANDOFF_STATES, WorkerMetrics
 from kv_transfer.handoff import HandoffOutcome, HandoffState
@@ -39,6 +39,7 @@ def test_load_reports_become_gauges_and_counters() -> None:
             queue=QueueLoad(running=1),
             kv=KvLoad(prefix_queries_total=160, prefix_hits_total=48),
             steps=StepLoad(generation_tokens_total=25),
+            transfers=TransferCounters(writes_failed_total=2, write_seconds_total=0.5),
         )
     )
     shown = text(metrics)
@@ -47,6 +48,8 @@ def test_load_reports_become_gauges_and_counters() -> None:
     assert "leadout_worker_generation_tokens_total 25.0" in shown
     assert "leadout_worker_prefix_cache_queries_total 160.0" in shown
     assert "leadout_worker_prefix_cache_hits_total 48.0" in shown
+    assert "leadout_worker_transfer_writes_failed_total 2.0" in shown
+    assert "leadout_worker_transfer_busy_seconds_total 0.5" in shown
     assert 'leadout_worker_state{role="decode",state="draining"} 1.0' in shown
     assert 'leadout_worker_state{role="decode",state="ready"} 0.0' in shown
 
@@ -229,3 +232,11 @@ def test_the_endpoint() -> None:
     metrics.close()
     with pytest.raises(OSError, match=r"refused|closed|urlopen"):
         urllib.request.urlopen(url, timeout=1)
+
+
+def test_every_counter_of_the_transport_is_a_metric() -> None:
+    metrics = WorkerMetrics("decode")
+    ones = dict.fromkeys(TransferCounters.__struct_fields__, 1)
+    metrics.set_load(LoadReport(transfers=TransferCounters(**ones)))
+    shown = [line for line in text(metrics).splitlines() if line.startswith("leadout_worker_transfer_")]
+    assert sum(line.endswith("_total 1.0") for line in shown) == len(ones)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cluster.load import WorkerState
+from cluster.load import TransferCounters, WorkerState
 from cluster.members import Role, WorkerRecord
 from cluster.messages import KvEvents, LoadUpdate, Subscribe
 from cluster.sequence_spec import SequenceSpec
@@ -65,7 +65,10 @@ class ClusterWorker(Worker):
     def report(self) -> None:
         if self.router is not None:
             self.answer(
-                ROUTER, LoadUpdate(load=load_report(self.engine.load(), self.state, self.role.ledger, ()))
+                ROUTER,
+                LoadUpdate(
+                    load=load_report(self.engine.load(), self.state, self.role.ledger, (), TransferCounters())
+                ),
             )
 
     def tick(self) -> None:

@@ -73,10 +73,10 @@ class PeerServer:
 
     def remove(self, peer: tuple[str, int]) -> int:
         """How often the transport polled before it said that the peer is gone."""
-        before = self.transport.counters().polls
+        before = self.transport.counters().polls_total
         self.transport.remove_peer(Peer(*peer)).result(WAIT_S)
         self.at_removal = self.cache.raw
-        return self.transport.counters().polls - before
+        return self.transport.counters().polls_total - before
 
     def has_changed_since_removal(self) -> bool:
         return self.cache.raw != self.at_removal
@@ -85,15 +85,12 @@ class PeerServer:
         self.started.append(self.transport.remove_peer(Peer(*peer)))
 
     def peers(self) -> list[list[Any]]:
-        """Per peer its id, its incarnation, whether it is warm, and how many writes are in flight."""
-        return [
-            [info.peer.worker_id, info.peer.incarnation, info.warm, info.num_writes_in_flight]
-            for info in self.transport.peers()
-        ]
+        """Per peer its id, and whether its path is warm: a warm one has been measured."""
+        return [[link.peer, link.probe_gbps > 0] for link in self.transport.links()]
 
     def links(self) -> list[list[float]]:
         """Per peer the GB/s of the probe and of the writes since."""
-        return [[info.probe_gbps, info.link_gbps] for info in self.transport.peers()]
+        return [[link.probe_gbps, link.gbps] for link in self.transport.links()]
 
     def fill(self, seed: int) -> None:
         for block_id in range(1, NUM_BLOCKS):

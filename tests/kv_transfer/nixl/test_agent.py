@@ -59,6 +59,6 @@ def test_a_transport_names_its_incarnation_and_closes_twice(cache: Any) -> None:
     assert (endpoint.kind, endpoint.agent_name, endpoint.num_blocks) == ("nixl", "p0@17", NUM_BLOCKS)
     assert endpoint.base_address == ctypes.addressof(cache)
     assert endpoint.metadata
-    assert transport.peers() == ()
+    assert transport.links() == ()
     transport.close()
     transport.close()

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from cluster.load import KvLoad, LinkReport, Load, LoadReport, QueueLoad, StepLoad, StepSample
+from cluster.load import (
+    KvLoad,
+    LinkReport,
+    Load,
+    LoadReport,
+    QueueLoad,
+    StepLoad,
+    StepSample,
+    TransferCounters,
+)
 from cluster.sequence_spec import RequestKey
 from kv_transfer.handoff import HandoffEvent
 from kv_transfer.handoff_ledger import HandoffLedger
-from kv_transfer.transport import Peer, PeerInfo
+from kv_transfer.transport import Peer
 from leadout.worker.load_report import load_report
 
 PREFILL, DECODE = Peer("prefill-0", 1), Peer("decode-0", 1)
@@ -22,43 +31,26 @@ def ledger_with(**num_events: int) -> HandoffLedger:
     return ledger
 
 
-def link(peer: str, probe_gbps: float, link_gbps: float) -> PeerInfo:
-    return PeerInfo(
-        peer=Peer(peer, 1),
-        agent_name=f"{peer}@1",
-        num_blocks=8,
-        warm=True,
-        connect_ms=2.0,
-        probe_gbps=probe_gbps,
-        link_gbps=link_gbps,
-        num_writes_in_flight=0,
-    )
-
-
-def test_the_engine_s_load_is_taken_whole() -> None:
+def test_the_engine_s_and_the_transport_s_load_is_taken_whole() -> None:
     load = Load(
         queue=QueueLoad(running=1, waiting=2),
         kv=KvLoad(blocks_total=5),
         steps=StepLoad(steps_total=7, recent=(StepSample(3, 40, 2, 12.5),)),
     )
-    report = load_report(load, "ready", HandoffLedger(), ())
-    assert report == LoadReport(state="ready", queue=load.queue, kv=load.kv, steps=load.steps)
+    links = (LinkReport(peer="d1", probe_gbps=4.0, gbps=0.5),)
+    transfers = TransferCounters(bytes_total=9)
+    report = load_report(load, "ready", HandoffLedger(), links, transfers)
+    assert report == LoadReport(
+        state="ready", queue=load.queue, kv=load.kv, steps=load.steps, links=links, transfers=transfers
+    )
 
 
 def test_handoffs_by_state() -> None:
     ledger = ledger_with(a=0, b=1, c=1, d=2, e=3)
     ledger.transition(RequestKey("c", 0), HandoffEvent.FENCE, now=3.0)
-    report = load_report(Load(), "draining", ledger, ())
+    report = load_report(Load(), "draining", ledger, (), TransferCounters())
     assert report.handoffs == {"reserved": 1, "streaming": 1, "sealed": 1, "active": 1, "fencing": 1}
     ledger.transition(RequestKey("c", 0), HandoffEvent.FENCED, now=4.0)
     ledger.close(RequestKey("c", 0))
-    report = load_report(Load(), "draining", ledger, ())
+    report = load_report(Load(), "draining", ledger, (), TransferCounters())
     assert report.handoffs == {"reserved": 1, "streaming": 1, "sealed": 1, "active": 1}
-
-
-def test_links_to_peers() -> None:
-    report = load_report(Load(), "ready", HandoffLedger(), (link("d1", 4.0, 0.5), link("d0", 3.0, 3.0)))
-    assert report.links == (
-        LinkReport(peer="d1", probe_gbps=4.0, gbps=0.5),
-        LinkReport(peer="d0", probe_gbps=3.0, gbps=3.0),
-    )
