@@ -88,5 +88,5 @@ class LoadReport(Load, frozen=True, kw_only=True):
 
     state: WorkerState = "starting"
     handoffs: dict[str, int] = msgspec.field(default_factory=dict)  # live ones by state; only states with any
-    links: tuple[LinkReport, ...] = ()  # to the peers this worker writes to
+    links: tuple[LinkReport, ...] = ()  # to all connected peers
     transfers: TransferCounters = TransferCounters()

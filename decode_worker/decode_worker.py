@@ -134,8 +134,9 @@ class DecodeWorker:
         self._remote_prefills.on_sealed(sealed)
 
     def on_peer_connected(self, peer: Peer, record: WorkerRecord) -> None:
-        """A prefill worker can write here now."""
-        self._links.open(peer, record)
+        """If it is a prefill worker, it can be asked for prompts now."""
+        if record.role == "prefill":
+            self._links.open(peer, record)
 
     def on_peer_lost(self, peer: Peer) -> None:
         """A prefill worker is gone and its agent is removed here: it cannot write any more."""

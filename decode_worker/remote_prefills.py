@@ -166,7 +166,7 @@ class RemotePrefills:
         if handoff is None or handoff.state not in FENCEABLE_STATES:
             return False
         is_sealed = handoff.is_sealed
-        handoff = self._advance(handoff, HandoffEvent.FENCE, reason=reason)
+        handoff = self._advance(handoff, HandoffEvent.FENCE)
         if is_sealed:
             self._end(handoff, HandoffEvent.FENCED)
         else:
@@ -220,7 +220,7 @@ class RemotePrefills:
             wrong[0],
             handoff.block_ids[wrong[0]],
         )
-        handoff = self._advance(handoff, HandoffEvent.FENCE, reason="checksums differ")
+        handoff = self._advance(handoff, HandoffEvent.FENCE)
         self._end(handoff, HandoffEvent.FENCED)
         self._endings.on_corrupt(sealed.key)
 
@@ -249,7 +249,7 @@ class RemotePrefills:
             may_still_write=proof is None,
             refusal=refusal,
         )
-        handoff = self._advance(handoff, HandoffEvent.FENCE, reason=reason)
+        handoff = self._advance(handoff, HandoffEvent.FENCE)
         if proof is None:
             self._send_cancel(handoff.prefill, handoff.key, reason)
         else:
@@ -283,5 +283,5 @@ class RemotePrefills:
         self._cancel_sent_at.pop(handoff.key, None)
         self._transport.stop_expecting(str(handoff.key))
 
-    def _advance(self, handoff: Handoff, event: HandoffEvent, *, reason: str = "") -> Handoff:
-        return self.ledger.transition(handoff.key, event, self._clock.unix(), reason=reason)
+    def _advance(self, handoff: Handoff, event: HandoffEvent) -> Handoff:
+        return self.ledger.transition(handoff.key, event, self._clock.unix())

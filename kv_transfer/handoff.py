@@ -106,7 +106,6 @@ class Handoff:
     bytes_landed: int = 0
     is_sealed: bool = False  # the writer has written everything, whatever happened since
     fenced_at: float = 0.0  # when FENCING was entered, if it was
-    fence_reason: str = ""
     outcome: HandoffOutcome | None = None  # set with RELEASED
 
     @property
@@ -140,14 +139,12 @@ def advance(
     *,
     num_landed_blocks: int = 0,
     num_bytes: int = 0,
-    reason: str = "",
 ) -> Handoff:
     """The handoff after ``event`` at time ``now``.
 
     ``num_landed_blocks`` and ``num_bytes`` belong to LAND: how many leading blocks have landed by now, and
-    the bytes since the last LAND. ``reason`` belongs to FENCE, for logs and errors. Raises
-    ``HandoffStateError`` if the event is not legal in the handoff's state, ``ValueError`` for negative
-    ``num_bytes`` or more blocks than there are.
+    the bytes since the last LAND. Raises ``HandoffStateError`` if the event is not legal in the handoff's
+    state, ``ValueError`` for negative ``num_bytes`` or more blocks than there are.
     """
     if num_bytes < 0:
         raise ValueError(f"num_bytes must not be negative, got {num_bytes}")
@@ -171,6 +168,5 @@ def advance(
         bytes_landed=handoff.bytes_landed + (num_bytes if event is HandoffEvent.LAND else 0),
         is_sealed=handoff.is_sealed or event is HandoffEvent.SEAL,
         fenced_at=now if event is HandoffEvent.FENCE else handoff.fenced_at,
-        fence_reason=reason if event is HandoffEvent.FENCE else handoff.fence_reason,
         outcome=step.outcome,
     )

@@ -88,7 +88,6 @@ class HandoffLedger:
         *,
         num_landed_blocks: int = 0,
         num_bytes: int = 0,
-        reason: str = "",
     ) -> Handoff:
         """Apply ``event`` and return the handoff's new state; the other arguments as ``advance`` says.
 
@@ -96,9 +95,7 @@ class HandoffLedger:
         and what ``advance`` raises; the ledger is then unchanged.
         """
         before = self._require(key)
-        after = advance(
-            before, event, now, num_landed_blocks=num_landed_blocks, num_bytes=num_bytes, reason=reason
-        )
+        after = advance(before, event, now, num_landed_blocks=num_landed_blocks, num_bytes=num_bytes)
         self._live[after.key] = after
         # Blocks only ever stop being writable: a seal and a landing are final.
         num_no_longer = len(before.writable_block_ids) - len(after.writable_block_ids)

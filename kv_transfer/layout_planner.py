@@ -97,7 +97,7 @@ def plan_copies(
     pair rank ``r`` with rank ``r``.
 
     Raises ``ValueError`` if the layouts are not convertible, for a range that is misaligned or lies outside
-    the blocks, a block id that its cache has not, or a target block that is named twice.
+    the blocks, a block id out of range, or a target block that is named twice.
     """
     if reason := why_not_convertible(source.layout, target.layout):
         raise ValueError(f"KV blocks cannot be converted: {reason}")

@@ -1,4 +1,4 @@
-"""The workers that this one hands over to or takes from: connected when registered, removed when gone."""
+"""The workers that KV may be handed over to or taken from: connected when registered, removed when gone."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _Connection:
 class PeerConnections:
     """Follows the registry's list of workers and keeps the transport connected to the compatible ones.
 
-    Only prefill–decode pairs are connected. A worker under a known id with a larger incarnation is another
-    peer: the old one is lost first. Not thread-safe: ``post`` brings completions back to the caller's thread.
+    Roles do not matter, for they change. A worker under a known id with a larger incarnation is another peer:
+    the old one is lost first. Not thread-safe: ``post`` brings completions back to the caller's thread.
 
     A worker that the registry no longer lists may only be frozen, or cut off from the registry, and still
     write into blocks here. So its agent is kept, and it is not lost, until ``check_gone`` says that it is.
@@ -62,9 +62,9 @@ class PeerConnections:
         self._on_connected = on_connected
         self._on_lost = on_lost
         self._connections: dict[str, _Connection] = {}
-        self._incompatible: dict[str, str] = {}
+        self._refused: dict[str, str] = {}  # the incompatible workers in the last list, and why
         self._listed: dict[str, WorkerRecord] = {}  # all workers in the last list
-        self._wanted: dict[str, WorkerRecord] = {}  # the compatible partners among them
+        self._wanted: dict[str, WorkerRecord] = {}  # the compatible ones among them
         self._problems = ProblemLog(logger)
 
     def get(self, worker_id: str) -> Peer | None:
@@ -73,11 +73,6 @@ class PeerConnections:
         if connection is None or connection.state != "connected" or not self._is_registered(connection):
             return None
         return connection.peer
-
-    @property
-    def incompatible(self) -> dict[str, str]:
-        """Registered workers that are never paired with this one, and why."""
-        return dict(self._incompatible)
 
     @property
     def doubted(self) -> frozenset[Peer]:
@@ -96,10 +91,7 @@ class PeerConnections:
     def update(self, workers: Sequence[WorkerRecord]) -> None:
         """Take the current list of registered workers. Failed connections are tried again."""
         self._listed = {record.id: record for record in workers}
-        for worker_id in self._incompatible.keys() - self._listed.keys():
-            del self._incompatible[worker_id]
-        wanted = {record.id: record for record in workers if self._is_partner(record)}
-        self._wanted = wanted
+        self._wanted = wanted = self._compatible(workers)
         for connection in list(self._connections.values()):
             if not self._is_registered(connection):
                 self._doubt(connection)
@@ -125,19 +117,23 @@ class PeerConnections:
         if connection is not None and connection.peer == peer and connection.state == "connected":
             connection.state = "failed"
 
-    def _is_partner(self, record: WorkerRecord) -> bool:
-        if record.role == self._own.role or record.id == self._own.id:
-            self._incompatible.pop(record.id, None)
-            return False
-        reason = incompatibility(self._own, record)
-        if reason is None:
-            self._incompatible.pop(record.id, None)
-            return True
-        if self._incompatible.get(record.id) != reason:
-            message = "worker %s is not compatible: %s"
-            self._problems.report(("incompatible", record.id, reason), message, record.id, reason)
-            self._incompatible[record.id] = reason
-        return False
+    def _compatible(self, workers: Sequence[WorkerRecord]) -> dict[str, WorkerRecord]:
+        """By id, without this worker itself. Why another is left out is logged when it is first listed."""
+        compatible: dict[str, WorkerRecord] = {}
+        refused: dict[str, str] = {}
+        for record in workers:
+            if record.id == self._own.id:
+                continue
+            reason = incompatibility(self._own, record)
+            if reason is None:
+                compatible[record.id] = record
+                continue
+            refused[record.id] = reason
+            if self._refused.get(record.id) != reason:
+                message = "worker %s is not compatible: %s"
+                self._problems.report(("incompatible", record.id, reason), message, record.id, reason)
+        self._refused = refused
+        return compatible
 
     def _connect(self, connection: _Connection) -> None:
         connection.state, connection.is_announced = "connecting", False

@@ -33,7 +33,7 @@ class WriteAbandonedError(TransferError):
 
 
 class TransportUnavailableError(LeadoutError):
-    """This platform has no usable transport of the asked kind; the message says what to install."""
+    """The transport cannot run here; the message says what is missing and what to install."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class BlockVerifier:
     def __init__(
         self, mode: VerifyMode, *, base_address: int, block_bytes: int, num_blocks: int, memory: str = "DRAM"
     ) -> None:
-        """Raises ValueError for a mode that is none, and for memory that the CPU cannot read."""
+        """Raises ValueError for an unknown mode, and for memory that the CPU cannot read."""
         if mode not in ("off", "sampled", "all"):
             raise ValueError(f"verify is {mode!r}, must be off, sampled or all")
         if mode != "off" and memory != "DRAM":
@@ -62,7 +62,7 @@ class BlockVerifier:
         ]
 
     def checksums(self, block_ids: Sequence[int]) -> Future[list[int]]:
-        """XXH3 of each block's bytes, in order. Raises ValueError for a block that the cache has not."""
+        """XXH3 of each block's bytes, in order. Raises ValueError for an id out of range."""
         for block_id in block_ids:
             if not 0 <= block_id < self._num_blocks:
                 raise ValueError(f"block id {block_id} is out of range: there are {self._num_blocks} blocks")

@@ -306,7 +306,7 @@ class PrefillWorker:
             self._events.failed(error.code)
             logger.warning("prefill of %s stopped: %s", request.message.key, reason)
         request.error = error
-        self._advance(request, HandoffEvent.FENCE, reason=reason)
+        self._advance(request, HandoffEvent.FENCE)
         self._engine.run(lambda engine: engine.abort(request.engine_id, hold=True))
         self._settle(request)
 
@@ -362,7 +362,6 @@ class PrefillWorker:
         *,
         num_landed_blocks: int = 0,
         num_bytes: int = 0,
-        reason: str = "",
     ) -> Handoff:
         return self.ledger.transition(
             request.message.key,
@@ -370,5 +369,4 @@ class PrefillWorker:
             self._clock.unix(),
             num_landed_blocks=num_landed_blocks,
             num_bytes=num_bytes,
-            reason=reason,
         )

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cluster.members import TransportEndpoint
+from kv_transfer.layout_planner import Int64s
 from kv_transfer.transport import TransferError, TransportUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -62,7 +66,7 @@ def _adopt_nixl_logger() -> None:
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """One agent and the KV cache it serves."""
+    """One agent and the KV cache that peers write into."""
 
     agent_name: str
     base_address: int
@@ -119,6 +123,24 @@ def forget_remote_agent(agent: Any, agent_name: str) -> None:
     """Close the endpoint of a remote agent and forget it. Unknown ones are ignored."""
     with contextlib.suppress(Exception):  # it is gone either way, and NIXL reports unknown agents so
         agent.remove_remote_agent(agent_name)
+
+
+def prepare_write(agent: Any, settings: AgentSettings, endpoint: TransportEndpoint, copies: Int64s) -> Any:
+    """The handle of a write of ``copies`` (as in ``RankCopies``), not posted yet. Raises what NIXL raises."""
+    local = _descriptors(settings.base_address, copies[:, 0], copies[:, 2], settings.device_id)
+    remote = _descriptors(endpoint.base_address, copies[:, 1], copies[:, 2], endpoint.device_id)
+    return agent.initialize_xfer(
+        "WRITE",
+        agent.get_xfer_descs(local, settings.memory),
+        agent.get_xfer_descs(remote, endpoint.memory),
+        endpoint.agent_name,
+    )
+
+
+def _descriptors(base_address: int, offsets: Int64s, num_bytes: Int64s, device_id: int) -> NDArray[np.uint64]:
+    """As NIXL takes them: address, length and device."""
+    devices = np.full_like(offsets, device_id)
+    return np.column_stack((base_address + offsets, num_bytes, devices)).astype(np.uint64)  # [n, 3]
 
 
 def agent_name_of(name: str | bytes) -> str:

@@ -1,4 +1,4 @@
-"""What the NIXL driver remembers: peers' connections, posted writes, and who waits for a peer to be gone."""
+"""What the NIXL driver keeps: connections to peers, posted writes, and removals that are under way."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Write:
 
 
 class Drain(NamedTuple):
-    """Somebody who waits until what a former peer had sent has landed."""
+    """A removal that waits until the bytes that its peer had sent have landed."""
 
     future: Future[None]
     ends_at: float

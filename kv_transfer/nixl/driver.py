@@ -14,7 +14,13 @@ from cluster.load import LinkReport, TransferCounters
 from cluster.members import WorkerRecord
 from cluster.problem_log import ProblemLog
 from kv_transfer.layout_planner import CacheShape, Int64s
-from kv_transfer.nixl.agent import AgentSettings, create_agent, forget_remote_agent, load_remote_agent
+from kv_transfer.nixl.agent import (
+    AgentSettings,
+    create_agent,
+    forget_remote_agent,
+    load_remote_agent,
+    prepare_write,
+)
 from kv_transfer.nixl.connection import Connection, Drain, Write, WritePurpose
 from kv_transfer.nixl.notifications import receive_payloads, send_payload, send_wake_up
 from kv_transfer.peer_table import PeerTable, describe
@@ -182,19 +188,11 @@ class NixlDriver:
         copies: Int64s,
         future: Future[TransferStats] | None,
     ) -> None:
-        endpoint, settings, agent = connection.endpoint, self._settings, self._agent
-        local = _descriptors(settings.base_address, copies[:, 0], copies[:, 2], settings.device_id)
-        remote = _descriptors(endpoint.base_address, copies[:, 1], copies[:, 2], endpoint.device_id)
         posted_at = self.last_activity = time.perf_counter()
         handle = None
         try:
-            handle = agent.initialize_xfer(
-                "WRITE",
-                agent.get_xfer_descs(local, settings.memory),
-                agent.get_xfer_descs(remote, endpoint.memory),
-                endpoint.agent_name,
-            )
-            state = agent.transfer(handle)
+            handle = prepare_write(self._agent, self._settings, connection.endpoint, copies)
+            state = self._agent.transfer(handle)
         except Exception as error:
             if handle is not None:
                 self._release(handle)
@@ -379,12 +377,6 @@ class NixlDriver:
     def _count(self, **increments: float) -> None:
         values = {name: getattr(self._counters, name) + step for name, step in increments.items()}
         self._counters = replace(self._counters, **values)
-
-
-def _descriptors(base_address: int, offsets: Int64s, num_bytes: Int64s, device_id: int) -> Any:
-    """As NIXL takes them: ``[n, 3]``, uint64, address, length and device."""
-    devices = np.full_like(offsets, device_id)
-    return np.column_stack((base_address + offsets, num_bytes, devices)).astype(np.uint64)
 
 
 def _complete(waiters: list[Future[None]]) -> None:

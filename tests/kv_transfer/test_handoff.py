@@ -84,10 +84,10 @@ def test_any_series_of_events(events: list[HandoffEvent]) -> None:
         assert one.is_sealed == (E.SEAL in seen)
 
 
-def test_outcomes_reasons_and_bytes() -> None:
+def test_outcomes_and_bytes() -> None:
     streaming = advance(handoff(S.STREAMING), E.LAND, 1.0, num_bytes=5)
-    fencing = advance(advance(streaming, E.LAND, 2.0, num_bytes=7), E.FENCE, 3.0, reason="client")
-    assert (fencing.bytes_landed, fencing.fence_reason, fencing.changed_at) == (12, "client", 3.0)
+    fencing = advance(advance(streaming, E.LAND, 2.0, num_bytes=7), E.FENCE, 3.0)
+    assert (fencing.bytes_landed, fencing.changed_at) == (12, 3.0)
     assert advance(fencing, E.FENCED, 4.0).outcome is HandoffOutcome.FENCED
     assert advance(fencing, E.WRITER_GONE, 4.0).outcome is HandoffOutcome.WRITER_GONE
     assert advance(handoff(S.ACTIVE), E.RELEASE, 4.0).outcome is HandoffOutcome.COMPLETED

@@ -72,7 +72,7 @@ def test_only_released_handoffs_are_closed_and_counted() -> None:
     open_handoff(ledger, "r", (1, 2))
     with pytest.raises(HandoffStateError, match="only a released"):
         ledger.close(RequestKey("r", 1))
-    ledger.transition(RequestKey("r", 1), HandoffEvent.FENCE, 1.0, reason="client")
+    ledger.transition(RequestKey("r", 1), HandoffEvent.FENCE, 1.0)
     ledger.transition(RequestKey("r", 1), HandoffEvent.WRITER_GONE, 2.0)
     ledger.close(RequestKey("r", 1))
     assert len(ledger) == 0

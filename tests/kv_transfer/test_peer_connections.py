@@ -40,17 +40,16 @@ def test_without_workers_all_is_settled(harness: Harness) -> None:
     assert harness.connections.get("unknown") is None
 
 
-def test_workers_of_the_same_role_are_left_alone(harness: Harness) -> None:
+def test_workers_of_every_role_are_connected(harness: Harness) -> None:
     p1, d0, d1 = harness.start("p1", "prefill"), harness.start("d0"), harness.start("d1")
-    harness.update(harness.own.record, p1.record, d0.record, d1.record, completions=2)
-    assert sorted(harness.agents, key=str) == [d0.peer, d1.peer]
-    assert harness.connections.get("p1") is None
-    assert harness.connections.incompatible == {}
+    harness.update(harness.own.record, p1.record, d0.record, d1.record, completions=3)
+    assert harness.agents == [p1.peer, d0.peer, d1.peer]
+    assert harness.connections.get("p1") == p1.peer
 
 
-def test_own_id_in_the_other_role_is_left_alone(harness: Harness) -> None:
-    """The record of a former life of this worker, before it changed its role."""
-    harness.update(record("p0", "decode"))
+def test_own_id_is_left_alone(harness: Harness) -> None:
+    """Be it the record of another life of this worker, in another role."""
+    harness.update(harness.own.record, record("p0", "decode"))
     assert harness.connections.is_settled
     assert harness.agents == []
 
@@ -61,26 +60,16 @@ def test_an_incompatible_worker_is_refused_with_the_reason(
     other = record("d0", "decode", fingerprint="another")
     for _ in range(3):
         harness.update(other)
-    assert harness.connections.incompatible == {
-        "d0": "model fingerprint differs: p0 has f, d0 has another",
-    }
     assert harness.connections.get("d0") is None
-    assert caplog.text.count("d0 is not compatible") == 1, "said once, not with every heartbeat"
-
-
-def test_a_departed_worker_is_no_longer_called_incompatible(harness: Harness) -> None:
-    for number in range(3):
-        harness.update(record(f"d{number}", "decode", fingerprint="another"))
-    assert list(harness.connections.incompatible) == ["d2"]
-    harness.update(record("d2", "prefill", 2, fingerprint="another"))
-    assert harness.connections.incompatible == {}
+    assert caplog.text.count("worker d0 is not compatible: model fingerprint differs: p0 has f") == 1
+    harness.update(record("d0", "decode", fingerprint="a third"))
+    assert "d0 has a third" in caplog.text
 
 
 def test_a_worker_that_returns_compatible_is_connected(harness: Harness) -> None:
     harness.update(record("d0", "decode", 1, fingerprint="another"))
     d0 = harness.start("d0", incarnation=2)
     harness.update(d0.record, completions=1)
-    assert harness.connections.incompatible == {}
     assert harness.connections.get("d0") == d0.peer
 
 
@@ -89,7 +78,7 @@ def test_a_worker_that_returns_incompatible_is_lost(harness: Harness) -> None:
     harness.update(d0.record, completions=1)
     harness.update(record("d0", "decode", 2, fingerprint="another"), completions=1)
     assert harness.take_events() == [("connected", d0.peer), ("lost", d0.peer)]
-    assert list(harness.connections.incompatible) == ["d0"]
+    assert harness.connections.get("d0") is None
 
 
 # --- leaving --------------------------------------------------------------------------------------------

@@ -62,6 +62,8 @@ class PeerServer:
 
     def _notified(self, payload: bytes) -> None:
         self.notifications.append([payload.decode(), self._digest(1)])
+        if payload == b"raise":
+            raise RuntimeError("a bug in the handler")
 
     def _digest(self, block_id: int) -> str:
         address = ctypes.addressof(self.cache) + block_id * LAYOUT.block_bytes
@@ -141,11 +143,20 @@ class PeerServer:
     def stop_expecting(self, key: str) -> None:
         self.transport.stop_expecting(key)
 
-    def idle(self, seconds: float) -> float:
-        """CPU seconds of this process per second of doing nothing."""
-        before = time.process_time()
+    def idle(self, seconds: float) -> list[float]:
+        """How often the transport polled while nothing was done, and the seconds that this took."""
+        began_at, before = time.perf_counter(), self.transport.counters().polls_total
         time.sleep(seconds)
-        return (time.process_time() - before) / seconds
+        return [self.transport.counters().polls_total - before, time.perf_counter() - began_at]
+
+    def counters(self) -> dict[str, float]:
+        return msgspec.structs.asdict(self.transport.counters())
+
+    def wait_for_counter(self, name: str, value: float) -> None:
+        give_up_at = time.monotonic() + WAIT_S
+        while self.counters()[name] < value:
+            assert time.monotonic() < give_up_at, f"{name} is {self.counters()[name]}"
+            time.sleep(0.005)
 
     def close(self) -> None:
         self.transport.close()

@@ -128,14 +128,57 @@ def test_an_unknown_peer_is_named(pair: Pair) -> None:
         prefill("write", peer=["decode-9", 1], local=[1], remote=[1])
 
 
-def test_idle_workers_sleep(pair: Pair) -> None:
-    """Loosely: a poller that spins would show as a whole core."""
+def test_idle_workers_sleep_between_polls(pair: Pair) -> None:
+    """Counted, so that it holds on machines of any speed: one that spins polls 10^5 times a second."""
     prefill, decode = pair
     decode("expect", key="request")
-    prefill.post("idle", seconds=1.5)
-    assert decode("idle", seconds=1.5) < 0.2
-    assert prefill.answer() < 0.2
+    prefill.post("idle", seconds=0.3)
+    polls, seconds = decode("idle", seconds=0.3)
+    assert polls <= 200 + 500 * seconds  # short sleeps after the last activity, then 2 ms
+    polls, seconds = prefill.answer()
+    assert polls <= 200 + 10 * seconds
     decode("stop_expecting", key="request")
+
+
+def test_a_handler_that_raises_does_not_stop_the_transport(pair: Pair) -> None:
+    prefill, decode = pair
+    before = len(decode("received", count=0))
+    for payload in ("raise", "after"):
+        prefill("notify", peer=decode.peer, payload=payload)
+    received = decode("received", count=before + 2)[before:]
+    assert [payload for payload, _ in received] == ["raise", "after"]
+
+
+def test_what_was_done_is_counted(pair: Pair) -> None:
+    prefill, decode = pair
+    before = prefill("counters")
+    num_received = len(decode("received", count=0))
+    prefill("write", peer=decode.peer, local=[1, 2, 5], remote=[3, 4, 9])
+    prefill("write", peer=decode.peer, local=[], remote=[])  # of nothing: done at once
+    prefill("notify", peer=decode.peer, payload="counted")
+    after = prefill("counters")
+    changed = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    assert changed.pop("write_seconds_total") > 0
+    assert changed.pop("polls_total") > 0
+    assert changed == {
+        "writes_total": 1,
+        "bytes_total": 3 * LAYOUT.block_bytes,
+        "descriptors_total": 2,
+        "notifications_sent_total": 1,
+    }
+    decode("received", count=num_received + 1)
+    assert decode("counters")["notifications_received_total"] == num_received + 1
+
+
+def test_notifications_of_strangers_are_dropped_and_counted(pair: Pair) -> None:
+    prefill, decode = pair
+    before = len(decode("received", count=0))
+    decode("remove", peer=prefill.peer)
+    prefill("notify", peer=decode.peer, payload="from nobody")
+    decode("wait_for_counter", name="notifications_dropped_total", value=1)
+    assert len(decode("received", count=0)) == before
+    prefill("remove", peer=decode.peer)
+    connect(prefill, decode)
 
 
 def test_first_contact_with_an_idle_worker_that_knows_nobody() -> None:
