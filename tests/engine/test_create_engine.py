@@ -16,7 +16,6 @@ from engine.engine import Engine
 from engine.models.config import ModelConfigError
 from engine.new_request import NewRequest
 from engine.ops.number_formats import FLOAT32, WeightRangeError, has_float16_linear, number_formats
-from engine.scheduler.config import SchedulerConfig
 from engine.step_result import SequenceOutput
 from model_files.gguf import GgufFile
 from model_files.model_source import (
@@ -29,6 +28,7 @@ from model_files.model_source import (
 from tests.engine.formats import FORMATS
 from tests.engine.models.test_gguf_models import converted
 from tests.engine.models.tiny_models import COMMON, reference_model, save
+from tests.engine.scheduler_config import SCHEDULER_CONFIG
 from tests.model_files.gguf_writer import write_gguf
 from text_pipeline.text_model import TextModel, load_text_model
 
@@ -49,7 +49,7 @@ def create(source: ModelSource, **changes: Any) -> CreatedEngine:
         "max_model_len": None,
         "block_size": BLOCK_SIZE,
         "kv_cache_memory": 40 * BLOCK_BYTES,
-        "scheduler_config": SchedulerConfig(),
+        "scheduler_config": SCHEDULER_CONFIG,
     }
     return create_engine(source, **(settings | changes))
 
