@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from cluster.sampling_params import MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_REPETITION_PENALTY
+from model_files.json_files import read_json_if_present
 from model_files.model_source import BUNDLED_MODEL, ModelSource
 
 _FILE = "generation_config.json"
@@ -26,13 +30,18 @@ OPENAI_DEFAULTS = GenerationDefaults()
 # Of so small a model only the most likely answer is reliable. Sampled with its card's temperature 0.2 and
 # top_p 0.9, "What is the capital of France?" ran away into repetitions for 5 of 12 seeds.
 _BUNDLED_DEFAULTS = GenerationDefaults(temperature=0.0)
-_RANGES = {
-    "temperature": (0.0, MAX_TEMPERATURE),
-    "top_p": (0.0, 1.0),
-    "top_k": (0, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
-}
+
+
+class _GenerationConfig(msgspec.Struct):
+    """What is read of generation_config.json; null counts as absent."""
+
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: (
+        Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None
+    ) = None
 
 
 def generation_defaults(source: ModelSource) -> GenerationDefaults:
@@ -40,26 +49,11 @@ def generation_defaults(source: ModelSource) -> GenerationDefaults:
 
     The bundled model is greedy.
 
-    Raises ValueError, with the file and the key, for a value that is not allowed.
+    Raises ModelFileError for a value that is not allowed.
     """
     if source.default_name == BUNDLED_MODEL:
         return _BUNDLED_DEFAULTS
-    path = source.path / _FILE
-    if source.kind != "hf" or not path.is_file():
+    if source.kind != "hf":
         return OPENAI_DEFAULTS
-    try:
-        stored = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(stored, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    values = {}
-    for field in fields(GenerationDefaults):
-        value = stored.get(field.name)
-        if value is None:
-            continue
-        low, high = _RANGES[field.name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise ValueError(f"{path}: {field.name} is {value!r}, must be a number from {low:g} to {high:g}")
-        values[field.name] = type(getattr(OPENAI_DEFAULTS, field.name))(value)
-    return GenerationDefaults(**values)
+    stored = msgspec.structs.asdict(read_json_if_present(source.path / _FILE, _GenerationConfig))
+    return GenerationDefaults(**{name: value for name, value in stored.items() if value is not None})

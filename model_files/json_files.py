@@ -12,6 +12,8 @@ from cluster.errors import LeadoutError
 
 T = TypeVar("T")
 
+_SHOWN = 80  # characters of a wrong value
+_STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")  # an index in brackets, or a name
 _PLACE = re.compile(r"^(?P<problem>.*) - at `\$\.?(?P<field>[^`]+)`$")
 
 
@@ -25,11 +27,13 @@ def read_json(path: Path, kind: type[T]) -> T:
     Raises ModelFileError.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        content = path.read_bytes()
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
-        raise ModelFileError(f"{path}: {_with_field_first(str(error))}") from None
+        raise ModelFileError(f"{path}: {_explained(str(error), content)}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelFileError(f"{path} is not valid JSON: {error}") from None
 
@@ -39,10 +43,16 @@ def read_json_if_present(path: Path, kind: type[T]) -> T:
     return read_json(path, kind) if path.is_file() else kind()
 
 
-def _with_field_first(message: str) -> str:
-    """``Expected `int`, got `str` - at `$.a.b``` becomes ``a.b: expected `int`, got `str```."""
+def _explained(message: str, content: bytes) -> str:
+    """msgspec's message with the field first, and with its value."""
     match = _PLACE.match(message)
     if match is None:
         return message[:1].lower() + message[1:]
-    problem = match["problem"]
-    return f"{match['field']}: {problem[:1].lower()}{problem[1:]}"
+    field, problem = match["field"], match["problem"][:1].lower() + match["problem"][1:]
+    try:
+        value = msgspec.json.decode(content)
+        for index, name in _STEP.findall(field):
+            value = value[int(index)] if index else value[name]
+    except (msgspec.DecodeError, KeyError):  # no JSON further on, or `[...]` for a key that is not said
+        return f"{field}: {problem}"
+    return f"{field} is {msgspec.json.encode(value).decode()[:_SHOWN]}: {problem}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import struct
@@ -13,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+import msgspec
+
 from cluster.errors import LeadoutError
 from model_files.gguf import GgufFile
+from model_files.json_files import ModelFileError, read_json
 
 BUNDLED_MODEL = "smollm2-135m-instruct"
 
@@ -137,21 +139,22 @@ def _hub_snapshot(model_id: str) -> Path:
     return Path(folder)
 
 
+class _SafetensorsIndex(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
 def safetensors_files(folder: Path) -> list[Path]:
     """The weight files of a Hugging Face folder, sorted by name: those of its index if it has one, else all.
 
-    Raises ModelNotFoundError where there is none or one that the index names is missing.
+    Raises ModelNotFoundError where there is none or one that the index names is missing, ModelFileError for a
+    broken index.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            weight_map = json.loads(index.read_bytes())["weight_map"]
-            names = sorted(set(weight_map.values()))
-            # Names are file names of this folder; anything else could reach outside of it.
-            if not names or any(Path(name).name != name for name in names):
-                raise ValueError("weight_map must map tensor names to file names")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelNotFoundError(f"{index} is not a safetensors index: {error!r}") from None
+        names = sorted(set(read_json(index, _SafetensorsIndex).weight_map.values()))
+        # Names are file names of this folder; anything else could reach outside of it.
+        if not names or any(Path(name).name != name for name in names):
+            raise ModelFileError(f"{index}: weight_map must map tensor names to names of files beside it")
         files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
@@ -171,7 +174,7 @@ def model_fingerprint(source: ModelSource) -> str:
     It covers the headers whole (GGUF header and tensor table; or config.json and every safetensors header),
     the file sizes, and 128 pages of 4 KiB spread evenly over the weights: milliseconds instead of a read of
     the model. Weights that differ in none of those pages are not told apart. Raises ModelNotFoundError,
-    GgufFormatError, OSError.
+    ModelFileError, GgufFormatError, OSError.
     """
     digest = hashlib.sha256(b"leadout model fingerprint 1\0")
     if source.kind == "gguf":

@@ -67,7 +67,7 @@ def create_app(
     @app.post("/cluster/workers/{worker}/drain", status_code=202, openapi_extra=body_schema(DrainRequest))
     async def post_drain(worker: str, request: Request) -> dict[str, Any]:
         check_operator(request, allowed_hosts)
-        body = parse_body(await read_body(request, services.limits), DrainRequest)
+        body = parse_body(await read_body(request, services.config), DrainRequest)
         return drain_worker(services, worker, force=body.force)
 
     @app.get("/health")

@@ -40,10 +40,10 @@ _LINGER_S = 2.0  # for a client that still sends to read its answer: closing at 
 class HttpLimits:
     """Bounds on connections and on what precedes and follows a body."""
 
-    max_header_bytes: int = 65_536  # request line and headers together
-    max_headers: int = 100
-    receive_timeout_s: float = 30.0  # for a request's line and headers
-    max_connections: int = 4096
+    max_header_bytes: int  # request line and headers together
+    max_headers: int
+    receive_timeout_s: float  # for a request's line and headers
+    max_connections: int
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):

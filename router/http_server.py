@@ -14,6 +14,7 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from cluster.config.settings import RouterConfig
 from router.http_protocol import BoundedHttpProtocol, HttpLimits
 from router.metrics import RouterMetrics
 from router.rejection_log import RejectionLog
@@ -104,6 +105,16 @@ def listener_url(listener: socket.socket) -> str:
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def http_limits(config: RouterConfig) -> HttpLimits:
+    """The configured bounds on connections; as many connections as this process may open files for."""
+    return HttpLimits(
+        max_header_bytes=config.max_header_bytes,
+        max_headers=config.max_headers,
+        receive_timeout_s=config.receive_timeout_ms / 1000,
+        max_connections=allow_open_files(config.max_connections),
+    )
 
 
 def allow_open_files(num_connections: int) -> int:

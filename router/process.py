@@ -22,11 +22,9 @@ from cluster.rpc import ZmqNetwork
 from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults, generation_defaults
 from model_files.model_source import ModelSource, resolve_model
 from router.app import create_app
-from router.http_protocol import HttpLimits
-from router.http_server import HttpServer, allow_open_files, bind_listener, listener_url
+from router.http_server import HttpServer, bind_listener, http_limits, listener_url
 from router.membership import Membership
-from router.policy.choose_workers import PolicySettings
-from router.services import RouterLimits, RouterServices, build_services
+from router.services import RouterServices, build_services
 from router.text_model_files import load_text_model_of
 
 logger = logging.getLogger(__name__)
@@ -93,19 +91,7 @@ class RouterProcess:
             model_name=model_name,
             text_model=load_text_model_of(source),
             load_text_model=functools.partial(load_text_model_of, source),
-            limits=RouterLimits(
-                request_timeout_ms=config.router.request_timeout_ms,
-                sse_keepalive_ms=config.router.sse_keepalive_ms,
-                max_request_body=config.router.max_request_body,
-                receive_timeout_ms=config.router.receive_timeout_ms,
-                max_concurrent_requests=config.router.max_concurrent_requests,
-                max_n=config.router.max_n,
-                max_messages=config.router.max_messages,
-                max_content_parts=config.router.max_content_parts,
-                max_prompts=config.router.max_prompts,
-                body_processes=config.router.body_processes,
-            ),
-            settings=PolicySettings(local_prefill_max_tokens=config.router.local_prefill_max_tokens),
+            config=config.router,
             connect=ZmqNetwork(router_id, self._incarnation).connect,
             generation_defaults=defaults,
         )
@@ -123,11 +109,7 @@ class RouterProcess:
                 allowed_hosts=[*self._config.router.allowed_hosts, self._config.router.host],
             ),
             self._listener,
-            limits=HttpLimits(
-                max_header_bytes=self._config.router.max_header_bytes,
-                receive_timeout_s=self._config.router.receive_timeout_ms / 1000,
-                max_connections=allow_open_files(self._config.router.max_connections),
-            ),
+            limits=http_limits(self._config.router),
             metrics=self.services.metrics,
             rejections=self.services.rejections,
             shutdown_grace_s=math.ceil(drain_s) + _CANCEL_GRACE_S,

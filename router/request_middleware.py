@@ -57,7 +57,7 @@ class RequestMiddleware:
         if endpoint is not None:
             self._services.num_requests += 1
         try:
-            limit = self._services.limits.max_concurrent_requests
+            limit = self._services.config.max_concurrent_requests
             if endpoint is not None and self._services.num_requests > limit:
                 self._services.metrics.refused.inc()
                 await _answer(overloaded(limit), scope, receive, send_with_id)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cluster.config.settings import RouterConfig
 from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from router.admission import Admission
 from router.api.errors import model_not_found, no_worker
@@ -21,23 +22,6 @@ from text_pipeline.text_model import TextModel
 _WAITING_BODIES = 16  # of the largest size: that many bytes of bodies may wait to be worked on
 
 
-@dataclass(frozen=True, kw_only=True)
-class RouterLimits:
-    """Bounds on what clients may ask for, and on how long a stream says nothing."""
-
-    request_timeout_ms: int = 600_000
-    max_request_body: int = 8 * 2**20  # bytes, also once decompressed
-    receive_timeout_ms: int = 30_000  # for a silent client in the middle of its body
-    max_concurrent_requests: int = 1024  # sequences
-    max_n: int = 16
-    max_messages: int = 10_000
-    max_content_parts: int = 20_000
-    max_prompts: int = 128
-    body_processes: int = 2
-    max_index_blocks: int = 1_000_000
-    sse_keepalive_ms: int = 10_000  # 0: streams may be silent for any time
-
-
 @dataclass(kw_only=True)
 class RouterServices:
     """The parts of a router. Built by ``build_services``."""
@@ -46,7 +30,7 @@ class RouterServices:
     model_name: str  # the one whose tokenizer is loaded
     text_model: TextModel
     generation_defaults: GenerationDefaults
-    limits: RouterLimits
+    config: RouterConfig
     view: ClusterView
     dispatcher: Dispatcher
     admission: Admission
@@ -107,14 +91,23 @@ class RouterServices:
         ]
 
 
+def policy_settings(config: RouterConfig) -> PolicySettings:
+    """What of the configuration the policy asks for."""
+    return PolicySettings(
+        local_prefill_max_tokens=config.local_prefill_max_tokens,
+        overload_factor=config.overload_factor,
+        overload_slack=config.overload_slack,
+        max_failed_prefills=config.max_failed_prefills,
+    )
+
+
 def build_services(
     *,
     router_id: str,
     model_name: str,
     text_model: TextModel,
     load_text_model: Callable[[], TextModel],
-    limits: RouterLimits,
-    settings: PolicySettings,
+    config: RouterConfig,
     connect: Connect,
     generation_defaults: GenerationDefaults = OPENAI_DEFAULTS,
 ) -> RouterServices:
@@ -129,24 +122,24 @@ def build_services(
         on_tokens=lambda worker, batch: dispatcher.on_tokens(worker, batch),
         on_worker_lost=lambda worker: dispatcher.on_worker_lost(worker),
         on_dropped=metrics.message_dropped,
-        max_index_blocks=limits.max_index_blocks,
+        max_index_blocks=config.max_index_blocks,
         max_vocab_size=lambda name: num_tokens if name == model_name else None,
     )
-    dispatcher = Dispatcher(view, settings, metrics)
+    dispatcher = Dispatcher(view, policy_settings(config), metrics)
     return RouterServices(
         router_id=router_id,
         model_name=model_name,
         text_model=text_model,
         generation_defaults=generation_defaults,
-        limits=limits,
+        config=config,
         view=view,
         dispatcher=dispatcher,
-        admission=Admission(limits.max_concurrent_requests),
+        admission=Admission(config.max_concurrent_requests),
         metrics=metrics,
         body_workers=BodyWorkers(
             load_text_model,
             metrics,
-            num_processes=limits.body_processes,
-            max_waiting_bytes=_WAITING_BODIES * limits.max_request_body,
+            num_processes=config.body_processes,
+            max_waiting_bytes=_WAITING_BODIES * config.max_request_body,
         ),
     )

@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from tokenizers import Tokenizer as BackendTokenizer
 
 from text_pipeline.tokenizer import BYTE_LEVEL, PieceFormat, Tokenizer, TokenizerError
 
+T = TypeVar("T")
+
 _SPACE_MARK = "▁"
+
+
+class _Token(msgspec.Struct):
+    content: str
+
+
+class _SpecialTokens(msgspec.Struct):
+    """special_tokens_map.json"""
+
+    bos_token: str | _Token | None = None
+    eos_token: str | _Token | None = None
+
+
+class _TokenizerConfig(_SpecialTokens):
+    """tokenizer_config.json"""
+
+    add_bos_token: bool | None = None
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _ChatTemplates(msgspec.Struct):
+    """tokenizer_config.json and chat_template.json"""
+
+    chat_template: str | list[_NamedTemplate] | dict[str, str] | None = None
 
 
 def tokenizer_from_folder(path: Path) -> Tokenizer:
@@ -31,11 +61,11 @@ def tokenizer_from_folder(path: Path) -> Tokenizer:
     # A file may carry the settings of some training run; a prompt is never cut or padded here.
     backend.no_truncation()
     backend.no_padding()
-    config = read_json_object(path / "tokenizer_config.json")
+    config = _read(path / "tokenizer_config.json", _TokenizerConfig)
     bos_token, _ = special_token_texts_of_folder(path)
     bos_token_id = _token_id(backend, bos_token, "bos_token", path)
     prefix, suffix = _surrounding_token_ids(backend, file)
-    prefix = _with_bos(prefix, bos_token_id, config.get("add_bos_token"))
+    prefix = _with_bos(prefix, bos_token_id, config.add_bos_token)
     return Tokenizer(
         backend,
         _piece_format(backend, file),
@@ -47,19 +77,12 @@ def tokenizer_from_folder(path: Path) -> Tokenizer:
 
 def special_token_texts_of_folder(path: Path) -> tuple[str | None, str | None]:
     """The texts of the BOS and the EOS token, as a chat template wants them; None where there is none."""
-    config = read_json_object(path / "tokenizer_config.json")
-    fallback = read_json_object(path / "special_tokens_map.json")
-
-    def text(name: str) -> str | None:
-        value = config[name] if name in config else fallback.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if value is not None and not isinstance(value, str):
-            raise TokenizerError(
-                f"{path}: {name} is {value!r}; expected a string or an object with 'content'"
-            )
-        return value
-
-    return text("bos_token"), text("eos_token")
+    config = _read(path / "tokenizer_config.json", _TokenizerConfig)
+    fallback = _read(path / "special_tokens_map.json", _SpecialTokens)
+    return (
+        _text(config.bos_token) or _text(fallback.bos_token),
+        _text(config.eos_token) or _text(fallback.eos_token),
+    )
 
 
 def chat_templates_of_folder(path: Path) -> dict[str, str]:
@@ -70,9 +93,7 @@ def chat_templates_of_folder(path: Path) -> dict[str, str]:
     """
     templates: dict[str, str] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
-        value = read_json_object(path / name).get("chat_template")
-        if value is not None:
-            templates.update(_named_templates(value, path / name))
+        templates.update(_named_templates(_read(path / name, _ChatTemplates).chat_template))
     if (path / "chat_template.jinja").is_file():
         templates["default"] = _read_text(path / "chat_template.jinja")
     for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
@@ -80,17 +101,16 @@ def chat_templates_of_folder(path: Path) -> dict[str, str]:
     return templates
 
 
-def read_json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in ``file``; empty where the file does not exist. Raises TokenizerError."""
+def _read(file: Path, kind: type[T]) -> T:
+    """The JSON object in ``file``; with the defaults of ``kind`` where the file does not exist."""
     if not file.is_file():
-        return {}
+        return kind()
     try:
-        value = json.loads(_read_text(file))
-    except ValueError as error:
+        return msgspec.json.decode(_read_text(file), type=kind)
+    except msgspec.ValidationError as error:
+        raise TokenizerError(f"{file}: {error}") from None
+    except (msgspec.DecodeError, RecursionError) as error:
         raise TokenizerError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{file} must hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 def _read_text(file: Path) -> str:
@@ -100,22 +120,20 @@ def _read_text(file: Path) -> str:
         raise TokenizerError(f"{file} is not valid UTF-8: {error}") from None
 
 
-def _named_templates(value: object, file: Path) -> dict[str, str]:
-    if isinstance(value, str):
-        return {"default": value}
-    if isinstance(value, dict):
-        entries: Iterable[object] = ({"name": name, "template": text} for name, text in value.items())
-    else:
-        entries = value if isinstance(value, list) else [None]
-    templates: dict[str, str] = {}
-    for entry in entries:
-        name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise TokenizerError(
-                f"{file}: chat_template must be a string or a list of {{name, template}} objects"
-            )
-        templates[name] = text
-    return templates
+def _named_templates(value: str | list[_NamedTemplate] | dict[str, str] | None) -> dict[str, str]:
+    match value:
+        case None:
+            return {}
+        case str():
+            return {"default": value}
+        case list():
+            return {entry.name: entry.template for entry in value}
+        case _:
+            return value
+
+
+def _text(token: str | _Token | None) -> str | None:
+    return token.content if isinstance(token, _Token) else token
 
 
 def _token_id(backend: BackendTokenizer, text: str | None, name: str, path: Path) -> int | None:
@@ -139,9 +157,9 @@ def _surrounding_token_ids(backend: BackendTokenizer, file: Path) -> tuple[tuple
     )
 
 
-def _with_bos(prefix: tuple[int, ...], bos_token_id: int | None, wanted: object) -> tuple[int, ...]:
+def _with_bos(prefix: tuple[int, ...], bos_token_id: int | None, wanted: bool | None) -> tuple[int, ...]:
     """Applies an explicit ``add_bos_token``, which overrides what tokenizer.json does."""
-    if bos_token_id is None or not isinstance(wanted, bool) or wanted == (bos_token_id in prefix):
+    if bos_token_id is None or wanted is None or wanted == (bos_token_id in prefix):
         return prefix
     if wanted:
         return (bos_token_id, *prefix)

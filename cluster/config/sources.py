@@ -270,6 +270,11 @@ def _allowed(schema: Mapping[str, Any]) -> str:
 
 def _bounds(schema: Mapping[str, Any]) -> str:
     low, high = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    if above is not None:
+        return f" above {above:g}" + ("" if high is None else f", at most {high:g}")
+    if below is not None:
+        return f" from {low:g}, below {below:g}"
     if low is not None and high is not None:
         return f" from {low} to {high}"
     if low is not None:

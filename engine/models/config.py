@@ -84,7 +84,6 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm over each query and key head, before rotation
     sliding_window: int | None = None  # tokens; only contexts that fit into it are served
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -126,7 +126,6 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         sliding_window=metadata.optional_integer(f"{architecture}.attention.sliding_window"),
-        bos_token_id=metadata.optional_integer("tokenizer.ggml.bos_token_id"),
         eos_token_ids=end_token_ids(file),
     )
 

@@ -11,15 +11,13 @@ from engine.scheduler.prefill_policy import PREFILL_POLICIES
 class SchedulerConfig:
     """Limits on one step and on the queues. Wrong values raise ValueError."""
 
-    max_num_batched_tokens: int = 2048  # token budget of one step
-    max_num_seqs: int = 64  # sequences running or reserved at once
-    max_num_waiting: int = 4096  # requests waiting to be admitted; more are refused
-    long_prefill_token_threshold: int = (
-        0  # most tokens of one prompt in a step while others wait; 0: no limit
-    )
-    prefill_policy: str = "shortest_remaining"  # a key of PREFILL_POLICIES
-    ageing_tokens_per_second: float = 500.0  # shortest_remaining: how fast waiting outweighs length
-    watermark: float = 0.01  # share of the blocks that admission leaves free for running sequences to grow
+    max_num_batched_tokens: int  # token budget of one step
+    max_num_seqs: int  # sequences running or reserved at once
+    max_num_waiting: int  # requests waiting to be admitted; more are refused
+    long_prefill_token_threshold: int  # most tokens of one prompt in a step while others wait; 0: no limit
+    prefill_policy: str  # a key of PREFILL_POLICIES
+    ageing_tokens_per_second: float  # shortest_remaining: how fast waiting outweighs length
+    watermark: float  # share of the blocks that admission leaves free for running sequences to grow
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_num_waiting"):

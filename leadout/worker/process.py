@@ -9,7 +9,7 @@ import socket
 import time
 
 from cluster.clock import SystemClock
-from cluster.config.settings import LeadoutConfig
+from cluster.config.settings import EngineConfig, LeadoutConfig
 from cluster.logging_setup import configure_logging
 from cluster.members import Role
 from engine.create_engine import create_engine
@@ -40,13 +40,7 @@ def run_worker(config: LeadoutConfig, role: Role, worker_id: str | None = None) 
         max_model_len=config.model.max_model_len,
         block_size=config.engine.block_size,
         kv_cache_memory=config.engine.kv_cache_memory,
-        scheduler_config=SchedulerConfig(
-            max_num_batched_tokens=config.engine.max_num_batched_tokens,
-            max_num_seqs=config.engine.max_num_seqs,
-            max_num_waiting=config.engine.max_num_waiting,
-            prefill_policy=config.engine.prefill_order,
-            ageing_tokens_per_second=config.engine.ageing_tokens_per_second,
-        ),
+        scheduler_config=scheduler_config(config.engine),
         prefix_caching=config.engine.prefix_caching,
     )
     logger.info(
@@ -64,3 +58,16 @@ def run_worker(config: LeadoutConfig, role: Role, worker_id: str | None = None) 
         config, role=role, worker_id=worker_id, created=created, source=source, clock=SystemClock()
     )
     return asyncio.run(host.run())
+
+
+def scheduler_config(config: EngineConfig) -> SchedulerConfig:
+    """What of the configuration the scheduler asks for."""
+    return SchedulerConfig(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_num_waiting=config.max_num_waiting,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        prefill_policy=config.prefill_order,
+        ageing_tokens_per_second=config.ageing_tokens_per_second,
+        watermark=config.watermark,
+    )

@@ -18,7 +18,7 @@ from router.services import RouterServices
 async def chat_completions(services: RouterServices, request: Request) -> Response:
     """Answer one request. Raises ApiError."""
     received_at = time.perf_counter()
-    data = await read_body(request, services.limits)
+    data = await read_body(request, services.config)
     prepared = await prepare(services, request, data, received_at, prepare_chat)
     services.metrics.tokenize_time.labels("chat").observe(time.perf_counter() - received_at)
     shape = ChatShape(services, prepared.body)

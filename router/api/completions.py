@@ -18,7 +18,7 @@ from router.services import RouterServices
 async def completions(services: RouterServices, request: Request) -> Response:
     """Answer one request. Raises ApiError."""
     received_at = time.perf_counter()
-    data = await read_body(request, services.limits)
+    data = await read_body(request, services.config)
     prepared = await prepare(services, request, data, received_at, prepare_completion)
     services.metrics.tokenize_time.labels("completions").observe(time.perf_counter() - received_at)
     shape = CompletionShape(services, prepared.spec, prepared.body, prepared.echo)

@@ -32,9 +32,9 @@ class PolicySettings:
     """What an operator can tune."""
 
     local_prefill_max_tokens: int  # uncached prompts up to this length are prefilled by the decode worker
-    overload_factor: float = 2.0
-    overload_slack: int = 4  # requests
-    max_failed_prefills: int = 2  # after so many the decode worker prefills the request itself
+    overload_factor: float
+    overload_slack: int  # requests
+    max_failed_prefills: int  # after so many the decode worker prefills the request itself
 
 
 def choose_workers(

@@ -15,23 +15,27 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_a_step_that_takes_too_long_ends_the_worker() -> None:
-    # Every chunk of a long prompt takes longer than this limit.
-    cluster = RunningCluster(prefill=0, decode=1, settings={"engine.step_timeout_ms": "50"})
+    # No step ends within the shortest limit. The worker looks now and then, so it is kept busy until it has.
+    cluster = RunningCluster(prefill=0, decode=1, settings={"engine.step_timeout_ms": "1"})
     first = cluster.pid("decode-0")
+    has_ended = threading.Event()
 
-    def ask() -> None:
-        with contextlib.suppress(httpx.HTTPError):  # how it ends is not the question here
-            httpx.post(
-                f"{cluster.url}/v1/completions",
-                json={"model": MODEL, "prompt": "word " * 1500, "max_tokens": 1},
-                timeout=RECOVERY_TIMEOUT_S,
-            )
+    def keep_busy() -> None:
+        while not has_ended.is_set():
+            with contextlib.suppress(httpx.HTTPError):  # how it ends is not the question here
+                httpx.post(
+                    f"{cluster.url}/v1/completions",
+                    json={"model": MODEL, "prompt": "word " * 1500, "max_tokens": 1},
+                    timeout=RECOVERY_TIMEOUT_S,
+                )
 
-    client = threading.Thread(target=ask)
+    client = threading.Thread(target=keep_busy)
     client.start()
     try:
-        cluster.wait_until(lambda: "an engine step has run for more than 0.05 s" in cluster.log)
+        cluster.wait_until(lambda: "an engine step has run for more than 0.001 s" in cluster.log)
+        has_ended.set()
         cluster.wait_until(lambda: cluster.pids().get("decode-0", first) != first)
     finally:
+        has_ended.set()
         cluster.stop()
         client.join()

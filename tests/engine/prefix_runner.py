@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -19,8 +21,8 @@ from cluster.sampling_params import SamplingParams
 from engine.batch import Batch
 from engine.engine import Engine, LaunchedStep
 from engine.new_request import NewRequest
-from engine.scheduler.config import SchedulerConfig
 from engine.step_result import SequenceOutput, StepResult
+from tests.engine.scheduler_config import SCHEDULER_CONFIG
 from tests.sequence_specs import with_spec
 
 VOCAB_SIZE = 23
@@ -79,15 +81,15 @@ def make_engine(
     max_model_len: int = 128,
     runner: PrefixRunner | None = None,
     prefix_caching: bool = True,
-    **config: object,
+    **config: Any,
 ) -> tuple[Engine, PrefixRunner]:
     """An engine over a new ``PrefixRunner``; ``config`` are fields of SchedulerConfig."""
     layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32")
     runner = runner or PrefixRunner(num_blocks, block_size)
-    settings: dict[str, object] = {"max_num_batched_tokens": 16, "max_num_seqs": 8, **config}
+    settings: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 8, **config}
     engine = Engine(
         runner,
-        scheduler_config=SchedulerConfig(**settings),  # type: ignore[arg-type]
+        scheduler_config=replace(SCHEDULER_CONFIG, **settings),
         kv_layout=layout,
         num_blocks=num_blocks,
         eos_token_ids=(EOS,),

@@ -13,12 +13,11 @@ from cluster.sampling_params import SamplingParams
 from cluster.sequence_spec import SequenceSpec
 from engine.create_engine import CreatedEngine, create_engine
 from engine.engine import Engine
-from engine.models.config import ModelConfigError
 from engine.new_request import NewRequest
 from engine.ops.number_formats import FLOAT32, WeightRangeError, has_float16_linear, number_formats
-from engine.scheduler.config import SchedulerConfig
 from engine.step_result import SequenceOutput
 from model_files.gguf import GgufFile
+from model_files.json_files import ModelFileError
 from model_files.model_source import (
     BUNDLED_MODEL,
     ModelNotFoundError,
@@ -29,6 +28,7 @@ from model_files.model_source import (
 from tests.engine.formats import FORMATS
 from tests.engine.models.test_gguf_models import converted
 from tests.engine.models.tiny_models import COMMON, reference_model, save
+from tests.engine.scheduler_config import SCHEDULER_CONFIG
 from tests.model_files.gguf_writer import write_gguf
 from text_pipeline.text_model import TextModel, load_text_model
 
@@ -49,7 +49,7 @@ def create(source: ModelSource, **changes: Any) -> CreatedEngine:
         "max_model_len": None,
         "block_size": BLOCK_SIZE,
         "kv_cache_memory": 40 * BLOCK_BYTES,
-        "scheduler_config": SchedulerConfig(),
+        "scheduler_config": SCHEDULER_CONFIG,
     }
     return create_engine(source, **(settings | changes))
 
@@ -169,7 +169,7 @@ def test_missing_weights_are_refused(tiny: ModelSource, tmp_path: Path) -> None:
 
 def test_broken_configuration_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelConfigError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(ModelFileError, match=r"config\.json is not valid JSON"):
         create(ModelSource("hf", tmp_path, "broken"))
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from tests.chaos.faults import frozen
 from tests.integration.running_cluster import MODEL, RunningCluster
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -52,6 +53,11 @@ def stream(cluster: RunningCluster, index: int) -> tuple[int, str]:
     return tokens, finish
 
 
+def cancelled(cluster: RunningCluster) -> float:
+    """How many clients have left before the end of their answers."""
+    return cluster.metric("leadout_router_requests_total", endpoint="completions", status="499")
+
+
 def test_64_streams_of_mixed_length_leave_nothing_behind(one_prefill_one_decode: RunningCluster) -> None:
     cluster = one_prefill_one_decode
     with ThreadPoolExecutor(64) as pool:
@@ -72,6 +78,7 @@ def test_a_client_that_leaves_frees_its_blocks_on_both_workers(
 ) -> None:
     cluster = one_prefill_one_decode
     cluster.wait_until_idle()
+    num_cancelled = cancelled(cluster)
     body = {
         "model": MODEL,
         "prompt": prompt_of(1000) * 3,
@@ -81,18 +88,21 @@ def test_a_client_that_leaves_frees_its_blocks_on_both_workers(
     }
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
         assert any(line.startswith("data: ") for line in response.iter_lines())
-        cluster.wait_until(lambda: "decode-0" in cluster.leaked_blocks(), 30)
+    cluster.wait_until(lambda: cancelled(cluster) == num_cancelled + 1)
     cluster.wait_until_idle()
 
 
 def test_a_client_that_leaves_during_prefill_frees_its_blocks(one_prefill_one_decode: RunningCluster) -> None:
     cluster = one_prefill_one_decode
     cluster.wait_until_idle()
-    prompt = " ".join(f"word{number}" for number in range(700))  # seconds of prefill
+    num_cancelled = cancelled(cluster)
+    prompt = " ".join(f"word{number}" for number in range(700))
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 8}
     client = http.client.HTTPConnection(cluster.url.removeprefix("http://"))
-    client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    cluster.wait_until(lambda: "prefill-0" in cluster.leaked_blocks(), 30)
-    client.close()
+    with frozen(cluster, "prefill-0"):  # so that the prefill takes as long as the client needs to leave
+        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        cluster.wait_until(lambda: "blocks_reserved" in cluster.leaked_blocks().get("decode-0", {}))
+        client.close()
+        cluster.wait_until(lambda: cancelled(cluster) == num_cancelled + 1)
     cluster.wait_until_idle()
     assert cluster.complete(prompt="Still there?", max_tokens=2)["choices"][0]["finish_reason"] == "length"

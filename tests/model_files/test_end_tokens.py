@@ -100,15 +100,18 @@ def test_ends_of_a_folder(files: dict[str, object], ends: tuple[int, ...], tmp_p
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"generation_config": {"eos_token_id": ["x"]}}, r"generation_config\.json: eos_token_id\[0\]: exp"),
+        ({"generation_config": {"eos_token_id": ["x"]}}, r'_config\.json: eos_token_id\[0\] is "x": exp'),
         ({"config": {"eos_token_id": 9, "vocab_size": 9}}, r"config\.json: eos_token_id is 9, outside"),
         ({"config": {"eos_token_id": -1}}, r"eos_token_id is -1, outside the vocabulary"),
         (
             {"tokenizer": tokenizer(), "tokenizer_config": {"eos_token": "<end>"}},
             r"tokenizer_config\.json: eos_token is '<end>', which is not in the vocabulary",
         ),
-        ({"tokenizer": tokenizer(), "tokenizer_config": {"eos_token": 3}}, r"config\.json: eos_token: exp"),
-        ({"tokenizer": {"added_tokens": 3}}, r"tokenizer\.json: added_tokens: expected `array`"),
+        (
+            {"tokenizer": tokenizer(), "tokenizer_config": {"eos_token": 3}},
+            r"config\.json: eos_token is 3: exp",
+        ),
+        ({"tokenizer": {"added_tokens": 3}}, r"tokenizer\.json: added_tokens is 3: expected `array`"),
         ({"config": []}, r"config\.json: expected `object`, got `array`"),
     ],
 )

@@ -34,12 +34,12 @@ def test_the_bundled_model_is_greedy() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ('{"temperature": "hot"}', "temperature is 'hot'"),
+        ('{"temperature": "hot"}', 'temperature is "hot"'),
         ('{"top_p": -0.1}', "top_p is -0.1"),
-        ('{"repetition_penalty": 0.001}', "repetition_penalty is 0.001, must be a number from 0.01 to 10"),
-        ('{"top_k": true}', "top_k is True"),
-        ("[]", "no JSON object"),
-        ("{", "cannot be read"),
+        ('{"repetition_penalty": 0.001}', "repetition_penalty is 0.001: expected `float` >= 0.01"),
+        ('{"top_k": true}', "top_k is true"),
+        ("[]", "expected `object`, got `array`"),
+        ("{", "not valid JSON"),
     ],
 )
 def test_wrong_files_are_named(tmp_path: Path, text: str, named: str) -> None:

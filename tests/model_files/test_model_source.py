@@ -23,6 +23,7 @@ from huggingface_hub.errors import (
 
 from model_files import model_source
 from model_files.gguf import GgufFormatError
+from model_files.json_files import ModelFileError
 from model_files.model_source import (
     BUNDLED_MODEL,
     ModelNotFoundError,
@@ -199,7 +200,7 @@ def test_safetensors_files(tmp_path: Path) -> None:
         safetensors_files(folder)
     for broken in ("{", "[]", "{}", '{"weight_map": {"a": "../x.safetensors"}}', '{"weight_map": {"a": 1}}'):
         index.write_text(broken)
-        with pytest.raises(ModelNotFoundError, match="not a safetensors index"):
+        with pytest.raises(ModelFileError, match=r"index\.json"):
             safetensors_files(folder)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -12,15 +13,14 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from cluster.config.settings import RouterConfig
 from cluster.members import WorkerRecord
 from cluster.messages import Envelope
 from cluster.rpc import RpcConnection
 from model_files.model_source import BUNDLED_MODEL, resolve_model
 from router.app import create_app
-from router.http_protocol import HttpLimits
-from router.http_server import HttpServer, bind_listener, listener_url
-from router.policy.choose_workers import PolicySettings
-from router.services import RouterLimits, RouterServices, build_services
+from router.http_server import HttpServer, bind_listener, http_limits, listener_url
+from router.services import RouterServices, build_services
 from router.text_model_files import load_text_model_of
 from tests.router.factories import model_identity
 from tests.router.scripted_worker import ScriptedWorker, until
@@ -89,7 +89,7 @@ StartRouter = Callable[..., Any]
 
 @pytest.fixture
 async def start_router(text_model: TextModel) -> AsyncIterator[StartRouter]:
-    """``await start_router(worker, ..., max_n=4)`` gives a RunningRouter with these workers and limits.
+    """``await start_router(worker, ..., max_n=4)`` gives a RunningRouter with these workers and settings.
 
     ``http``: fields of HttpLimits; ``app``: further arguments of create_app.
     """
@@ -99,10 +99,10 @@ async def start_router(text_model: TextModel) -> AsyncIterator[StartRouter]:
             *workers: ScriptedWorker,
             http: dict[str, Any] | None = None,
             app: dict[str, Any] | None = None,
-            **limits: Any,
+            **config: Any,
         ) -> RunningRouter:
             return await stack.enter_async_context(
-                _running(text_model, workers, limits, http or {}, app or {})
+                _running(text_model, workers, config, http or {}, app or {})
             )
 
         yield start
@@ -112,7 +112,7 @@ async def start_router(text_model: TextModel) -> AsyncIterator[StartRouter]:
 async def _running(
     text_model: TextModel,
     workers: tuple[ScriptedWorker, ...],
-    limits: dict[str, Any],
+    config: dict[str, Any],
     http: dict[str, Any],
     app: dict[str, Any],
 ) -> AsyncIterator[RunningRouter]:
@@ -132,15 +132,14 @@ async def _running(
         model_name=MODEL,
         text_model=text_model,
         load_text_model=functools.partial(load_text_model_of, resolve_model(BUNDLED_MODEL)),
-        limits=RouterLimits(**limits),
-        settings=PolicySettings(local_prefill_max_tokens=16),
+        config=RouterConfig(**config),
         connect=connect,
     )
     listener = bind_listener("127.0.0.1", 0)
     server = HttpServer(
         create_app(services, **app),
         listener,
-        limits=HttpLimits(**http),
+        limits=dataclasses.replace(http_limits(RouterConfig()), **http),
         metrics=services.metrics,
         rejections=services.rejections,
         shutdown_grace_s=1,

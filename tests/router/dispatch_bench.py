@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.block_hash import hash_blocks, root_hash
 from cluster.clock import ManualClock
+from cluster.config.settings import RouterConfig
 from cluster.members import Role, WorkerRecord
 from cluster.messages import (
     Envelope,
@@ -25,8 +26,8 @@ from router.cluster_view import ClusterView
 from router.dispatch import Dispatcher
 from router.in_flight import Generation, SequenceRequest
 from router.metrics import RouterMetrics
-from router.policy.choose_workers import PolicySettings
 from router.policy.plan import Plan
+from router.services import policy_settings
 from tests.router.factories import (
     BLOCK_SIZE,
     RecordingConnection,
@@ -94,7 +95,7 @@ class Bench:
         )
         self.dispatcher = Dispatcher(
             self.view,
-            PolicySettings(local_prefill_max_tokens=LOCAL_MAX_TOKENS),
+            policy_settings(RouterConfig(local_prefill_max_tokens=LOCAL_MAX_TOKENS)),
             self.metrics,
             clock=self.clock.unix,
             timer=self.timers,

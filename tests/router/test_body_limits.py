@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from cluster.config.settings import RouterConfig
 from router.api.errors import ApiError
-from router.api.request.body_limits import BodyLimits, check_counts, check_request_tokens, max_request_tokens
+from router.api.request.body_limits import body_limits, check_counts, check_request_tokens, max_request_tokens
 
-LIMITS = BodyLimits(max_messages=3, max_content_parts=4, max_prompts=2)
+LIMITS = body_limits(RouterConfig(max_messages=3, max_content_parts=4, max_prompts=2))
 MESSAGE = {"role": "user", "content": "x"}
 PART = {"type": "text", "text": "x"}
 
@@ -85,9 +86,4 @@ def test_all_prompts_of_a_request_together() -> None:
     with pytest.raises(ApiError, match="262144 tokens together, and these have at least 262145"):
         check_request_tokens(262_145, 8_192, "prompt")
     with pytest.raises(ApiError, match="together"):
-        check_counts({"prompt": [[1] * 8_000] * 33}, BodyLimits(), max_model_len=8_192)
-
-
-def test_a_limit_below_one_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="max_prompts is 0"):
-        BodyLimits(max_prompts=0)
+        check_counts({"prompt": [[1] * 8_000] * 33}, body_limits(RouterConfig()), max_model_len=8_192)

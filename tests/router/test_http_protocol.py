@@ -22,7 +22,7 @@ from router.rejection_log import RejectionLog
 from tests.router.raw_http import RawResponse, parse_responses
 from tests.router.scripted_worker import within
 
-LIMITS = HttpLimits(max_header_bytes=1024, max_headers=20, receive_timeout_s=3600)
+LIMITS = HttpLimits(max_header_bytes=1024, max_headers=20, receive_timeout_s=3600, max_connections=100)
 
 
 class _Transport(asyncio.Transport):

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from cluster.config.settings import RouterConfig
 from router.api.errors import ApiError, no_worker
-from router.api.request.body_limits import BodyLimits
+from router.api.request.body_limits import body_limits
 from router.api.request.preparation import PreparationContext, prepare_chat, prepare_completion
 from router.api.request.validation import ServedModel
 from router.prompt_hashes import PromptHashes
@@ -25,7 +26,7 @@ def context(**fields: Any) -> PreparationContext:
         "model_name": "m",
         "model": MODEL,
         "unavailable": None,
-        "limits": BodyLimits(),
+        "limits": body_limits(RouterConfig()),
         "hash_groups": (GROUP,),
         "timeout_ms": 1000.0,
         "received_at": 5.0,

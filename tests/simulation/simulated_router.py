@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cluster.config.settings import RouterConfig
 from cluster.sampling_params import SamplingParams
 from kv_transfer.transport import Peer
 from router.cluster_view import ClusterView
 from router.dispatch import Dispatcher
 from router.in_flight import Generation
 from router.metrics import RouterMetrics
-from router.policy.choose_workers import PolicySettings
+from router.services import policy_settings
 from tests.simulation.under_way import SimulatedConnection
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Router:
         )
         self.dispatcher = Dispatcher(
             self.view,
-            PolicySettings(local_prefill_max_tokens=2),
+            policy_settings(RouterConfig(local_prefill_max_tokens=2)),
             RouterMetrics(),
             clock=world.clock.unix,
             timer=self._timer,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.config.settings import RouterConfig
 from router.api.errors import ApiError, bad_request, context_length_exceeded
 
 MAX_STOP_STRINGS = 16
@@ -22,15 +23,20 @@ _MIN_REQUEST_TOKENS = 262_144
 class BodyLimits:
     """Bounds on the numbers of things in one body; the settings ``router.*`` of the same names."""
 
-    max_messages: int = 10_000
-    max_content_parts: int = 20_000
-    max_prompts: int = 128
-    max_n: int = 16
+    max_messages: int
+    max_content_parts: int
+    max_prompts: int
+    max_n: int
 
-    def __post_init__(self) -> None:
-        for name in ("max_messages", "max_content_parts", "max_prompts", "max_n"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+
+def body_limits(config: RouterConfig) -> BodyLimits:
+    """The configured bounds."""
+    return BodyLimits(
+        max_messages=config.max_messages,
+        max_content_parts=config.max_content_parts,
+        max_prompts=config.max_prompts,
+        max_n=config.max_n,
+    )
 
 
 def max_request_tokens(max_model_len: int) -> int:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from router.api.errors import ApiError, ClientDisconnectedError
-from router.api.request.body_limits import BodyLimits
+from router.api.request.body_limits import body_limits
 from router.api.request.preparation import PreparationContext, Prepared
 from router.api.request.schemas import SamplingFields
 from router.api.request.validation import ServedModel
@@ -65,20 +65,14 @@ def _context(services: RouterServices, request: Request, received_at: float) -> 
         model = services.served_model(services.model_name)
     except ApiError as error:
         unavailable = error
-    limits = services.limits
     return PreparationContext(
         request_id=request.state.request_id,
         model_name=services.model_name,
         model=model,
         unavailable=unavailable,
-        limits=BodyLimits(
-            max_messages=limits.max_messages,
-            max_content_parts=limits.max_content_parts,
-            max_prompts=limits.max_prompts,
-            max_n=limits.max_n,
-        ),
+        limits=body_limits(services.config),
         hash_groups=services.view.hash_groups(services.model_name),
-        timeout_ms=request_timeout_ms(request, limits.request_timeout_ms),
+        timeout_ms=request_timeout_ms(request, services.config.request_timeout_ms),
         received_at=received_at,
     )
 

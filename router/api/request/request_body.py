@@ -6,27 +6,27 @@ import asyncio
 
 from starlette.requests import ClientDisconnect, Request
 
+from cluster.config.settings import RouterConfig
 from router.api.errors import ApiError, ClientDisconnectedError
 from router.api.request.content_encoding import BodyDecoder
 from router.api.response.generation import request_timeout_ms
-from router.services import RouterLimits
 
 
-async def read_body(request: Request, limits: RouterLimits) -> bytes:
+async def read_body(request: Request, config: RouterConfig) -> bytes:
     """The whole body, decompressed.
 
     Raises ApiError: 413 as soon as it is known to be too large, compressed or not; 408 if the client falls
     silent or the request's deadline passes; 415 or 400 for what ``Content-Encoding`` says; 400 for a bad
     ``X-Request-Timeout-Ms``. Raises ClientDisconnectedError.
     """
-    max_bytes = limits.max_request_body
+    max_bytes = config.max_request_body
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     decoder = BodyDecoder(", ".join(request.headers.getlist("content-encoding")))
     loop = asyncio.get_running_loop()
-    silence_s = limits.receive_timeout_ms / 1000
-    deadline = loop.time() + request_timeout_ms(request, limits.request_timeout_ms) / 1000
+    silence_s = config.receive_timeout_ms / 1000
+    deadline = loop.time() + request_timeout_ms(request, config.request_timeout_ms) / 1000
     body = bytearray()
     num_received = 0
     try:

@@ -68,7 +68,7 @@ async def respond(
     is_explained = request.headers.get("x-leadout-explain", "").lower() in ("1", "true")
     reason = "shutdown"
     keep = False
-    silence = SilenceTimer(services.limits.sse_keepalive_ms / 1000 if body.stream else 0, active.nudge)
+    silence = SilenceTimer(services.config.sse_keepalive_ms / 1000 if body.stream else 0, active.nudge)
 
     def close(reason: str) -> None:
         silence.close()

@@ -15,10 +15,10 @@ from cluster.clock import SystemClock
 from cluster.config.settings import load_config
 from cluster.rpc import RpcError
 from engine.create_engine import CreatedEngine, create_engine
-from engine.scheduler.config import SchedulerConfig
 from leadout.worker.host import WorkerHost
 from model_files.model_source import ModelSource
 from tests.engine.models.tiny_models import reference_model, save
+from tests.engine.scheduler_config import SCHEDULER_CONFIG
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def created(source: ModelSource) -> CreatedEngine:
         max_model_len=None,
         block_size=16,
         kv_cache_memory=1 << 20,
-        scheduler_config=SchedulerConfig(),
+        scheduler_config=SCHEDULER_CONFIG,
     )
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy.choose_workers import PolicySettings, choose_workers
+from cluster.config.settings import RouterConfig
+from router.policy.choose_workers import choose_workers
 from router.policy.plan import NoWorkerError, RequestSnapshot, WorkerSnapshot
+from router.services import policy_settings
 from tests.router.factories import BLOCK_SIZE, worker_snapshot
 
-SETTINGS = PolicySettings(local_prefill_max_tokens=16)
+SETTINGS = policy_settings(RouterConfig())
 
 
 def request(num_tokens: int = 64, **fields: object) -> RequestSnapshot:
@@ -149,7 +152,7 @@ def test_after_two_failed_prefills_the_decode_worker_prefills(
 
 
 def test_how_many_prefills_may_fail_is_a_setting() -> None:
-    settings = PolicySettings(local_prefill_max_tokens=16, max_failed_prefills=1)
+    settings = replace(SETTINGS, max_failed_prefills=1)
     plan = choose_workers(request(num_failed_prefills=1), [decode("d0")], [worker_snapshot("p0")], settings)
     assert plan.decision == "local"
 
