@@ -16,7 +16,7 @@ from cluster.config.settings import RegistryConfig
 from cluster.members import RouterRecord
 from cluster.registry import Registry
 from cluster.rpc import RpcConnection
-from cluster.worker_shell import WorkerShell
+from cluster.worker_membership import WorkerMembership
 from leadout.local.embedded_registry import EmbeddedRegistry
 from router.cluster_view import ClusterView
 from router.membership import Membership
@@ -87,17 +87,7 @@ async def _outage(server: EmbeddedRegistry, clock: SkippingClock, caplog: pytest
     assert isinstance(loop, SkippingLoop)
     config = RegistryConfig(url=server.url)
     registries = [Registry(config, clock) for _ in range(2)]
-    shell = WorkerShell(
-        worker_id="decode-0",
-        incarnation=1,
-        registry=registries[0],
-        lease_s=config.lease_ms / 1000,
-        clock=clock,
-        on_message=lambda *_: None,
-        on_members=lambda _: None,
-        on_router_lost=lambda *_: None,
-        on_drain=lambda: None,
-    )
+    worker = WorkerMembership(registries[0], clock, on_members=lambda _: None)
     view = ClusterView(
         connect=lambda record, on_message, on_disconnected: RpcConnection(
             record.address,
@@ -119,8 +109,7 @@ async def _outage(server: EmbeddedRegistry, clock: SkippingClock, caplog: pytest
         max_stall_s=config.max_stall_s,
         max_registry_outage_s=config.max_outage_ms / 1000,
     )
-    await shell.bind("tcp://127.0.0.1:0")
-    await shell.register(worker_record("decode-0"))
+    await worker.register(worker_record("decode-0"))
     running = asyncio.create_task(membership.run())
     await _until(lambda: len(view.workers) == 1 and len(view.routers) == 1)
     os.kill(server.pid, signal.SIGKILL)
@@ -142,7 +131,7 @@ async def _outage(server: EmbeddedRegistry, clock: SkippingClock, caplog: pytest
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     view.close()
-    await shell.close()
+    await worker.withdraw()
     for registry in registries:
         await registry.close()
 

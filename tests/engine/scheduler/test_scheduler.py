@@ -9,11 +9,11 @@ import pytest
 from cluster.block_hash import hash_blocks, root_hash
 from engine.batch import Batch
 from engine.kv_cache.kv_cache_manager import KvCacheManager
-from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.output import SchedulerOutput, SchedulerUpdate
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import SampledToken, SequencePhase
 from tests.engine.prefix_runner import EOS, new_request
+from tests.engine.scheduler_config import SCHEDULER_CONFIG
 
 BLOCK_SIZE = 4
 ROOT = root_hash("model", "layout", "")
@@ -21,7 +21,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def make_scheduler(**config: int) -> Scheduler:
-    settings = SchedulerConfig(**{"max_num_batched_tokens": 16, "max_num_seqs": 8, **config})  # type: ignore[arg-type]
+    settings = replace(SCHEDULER_CONFIG, **{"max_num_batched_tokens": 16, "max_num_seqs": 8, **config})  # type: ignore[arg-type]
     kv_cache = KvCacheManager(20, BLOCK_SIZE, lambda salt: root_hash("model", "layout", salt))
     return Scheduler(settings, kv_cache, eos_token_ids=frozenset({EOS}), max_model_len=64)
 
