@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Literal
 from urllib.parse import urlsplit
@@ -40,6 +41,14 @@ class TransportEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     memory: str = "DRAM"  # NIXL segment type: "DRAM" | "VRAM"
     device_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One life of one worker. A restarted worker is another peer."""
+
+    worker_id: str
+    incarnation: int
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):

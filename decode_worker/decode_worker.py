@@ -9,7 +9,7 @@ from collections import defaultdict
 import msgspec
 
 from cluster.malformed import UNDECODABLE, MalformedMessage
-from cluster.members import WorkerRecord
+from cluster.members import Peer, WorkerRecord
 from cluster.messages import (
     Cancel,
     Generate,
@@ -33,7 +33,6 @@ from engine.new_request import NewRequest
 from engine.scheduler.errors import DoesNotFitError, is_refusal
 from engine.step_result import Reservation, SequenceOutput, StepResult
 from kv_transfer.handoff_ledger import HandoffLedger
-from kv_transfer.transport import Peer
 from worker_runtime.events import WorkerEvents
 from worker_runtime.runtime import WorkerRuntime
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.members import WorkerRecord
+from cluster.members import Peer, WorkerRecord
 from cluster.messages import Envelope, Message
 from cluster.network import Connection, Network
 from cluster.rpc import RpcError
-from kv_transfer.transport import Peer
 
 
 class PrefillLinks:

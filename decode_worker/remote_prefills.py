@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from cluster.members import Peer
 from cluster.messages import (
     Cancel,
     HandoffFenced,
@@ -23,7 +24,6 @@ from decode_worker.request_table import DecodeRequest
 from engine.step_result import Reservation
 from kv_transfer.handoff import FENCEABLE_STATES, Handoff, HandoffEvent, HandoffState
 from kv_transfer.handoff_ledger import HandoffLedger
-from kv_transfer.transport import Peer
 from worker_runtime.events import WorkerEvents
 from worker_runtime.runtime import WorkerRuntime
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from cluster.members import Peer
 from cluster.messages import Generate, RequestError, Sealed
 from cluster.sequence_spec import RequestKey
-from kv_transfer.transport import Peer
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
+from cluster.members import Peer
 from cluster.sequence_spec import RequestKey
-from kv_transfer.transport import Peer
 
 
 class HandoffState(Enum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from cluster.members import Peer
 from cluster.sequence_spec import RequestKey
 from kv_transfer.handoff import (
     Handoff,
@@ -13,7 +14,6 @@ from kv_transfer.handoff import (
     HandoffStateError,
     advance,
 )
-from kv_transfer.transport import Peer
 
 
 class HandoffLedger:

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.members import WorkerRecord, incompatibility
+from cluster.members import Peer, WorkerRecord, incompatibility
 from cluster.problem_log import ProblemLog
-from kv_transfer.transport import Peer, TransferError, Transport
+from kv_transfer.transport import TransferError, Transport
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from cluster.kv_layout import KvLayout
-from cluster.members import WorkerRecord
-from kv_transfer.transport import Peer, TransferError
+from cluster.members import Peer, WorkerRecord
+from kv_transfer.transport import TransferError
 
 ConnectionT = TypeVar("ConnectionT")
 

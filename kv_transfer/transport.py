@@ -13,7 +13,7 @@ from typing import Protocol
 
 from cluster.errors import LeadoutError
 from cluster.load import LinkReport, TransferCounters
-from cluster.members import TransportEndpoint, WorkerRecord
+from cluster.members import Peer, TransportEndpoint, WorkerRecord
 
 
 class TransferError(LeadoutError):
@@ -34,14 +34,6 @@ class WriteAbandonedError(TransferError):
 
 class TransportUnavailableError(LeadoutError):
     """The transport cannot run here; the message says what is missing and what to install."""
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """One life of one worker. A restarted worker is another peer."""
-
-    worker_id: str
-    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cluster.malformed import UNDECODABLE, MalformedMessage
+from cluster.members import Peer
 from cluster.messages import (
     HandoffFenced,
     HandoffLanding,
@@ -15,7 +16,6 @@ from cluster.messages import (
 )
 from engine.step_result import SequenceOutput
 from kv_transfer.handoff import Handoff, HandoffState
-from kv_transfer.transport import Peer
 from prefill_worker.prefill_request import PrefillRequest, UnconnectedPrefill
 
 

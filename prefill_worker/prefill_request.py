@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cluster.members import Peer
 from cluster.messages import Prefill, RequestError
 from cluster.sequence_spec import RequestKey
 from engine.step_result import SequenceOutput
-from kv_transfer.transport import Peer
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

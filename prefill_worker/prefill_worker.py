@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import msgspec
 
 from cluster.malformed import UNDECODABLE, MalformedMessage
-from cluster.members import WorkerRecord
+from cluster.members import Peer, WorkerRecord
 from cluster.messages import Cancel, HandoffFenced, Message, Prefill, RequestError, RequestTimings
 from cluster.recent_keys import RecentKeys
 from engine.new_request import NewRequest
@@ -17,7 +17,7 @@ from engine.scheduler.errors import is_refusal
 from engine.step_result import SequenceOutput, StepResult
 from kv_transfer.handoff import FENCEABLE_STATES, Handoff, HandoffEvent, HandoffState, HandoffStateError
 from kv_transfer.handoff_ledger import HandoffLedger
-from kv_transfer.transport import Peer, TransferStats
+from kv_transfer.transport import TransferStats
 from prefill_worker import answers
 from prefill_worker.block_pushes import BlockPushes, PushEvents
 from prefill_worker.prefill_request import PrefillRequest, UnconnectedPrefill, engine_id

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from cluster.malformed import MalformedMessage
-from cluster.members import WorkerRecord
+from cluster.members import Peer, WorkerRecord
 from cluster.messages import Message
 from engine.step_result import StepResult
 from kv_transfer.handoff_ledger import HandoffLedger
-from kv_transfer.transport import Peer
 
 
 class WorkerRole(Protocol):

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.clock import Clock
+from cluster.members import Peer
 from cluster.messages import Message
 from cluster.network import Network
 from engine.engine_commands import EngineCommands
 from kv_transfer.peer_connections import PeerConnections
-from kv_transfer.transport import Peer, Transport
+from kv_transfer.transport import Transport
 from kv_transfer.verification import BlockVerifier
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from cluster.load import LinkReport
-from cluster.members import TransportEndpoint
+from cluster.members import Peer, TransportEndpoint
 from kv_transfer.layout_planner import CacheShape
-from kv_transfer.transport import Peer, TransferStats
+from kv_transfer.transport import TransferStats
 
 WritePurpose = Literal["blocks", "warm_up", "probe"]
 

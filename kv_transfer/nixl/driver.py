@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from cluster.load import LinkReport, TransferCounters
-from cluster.members import WorkerRecord
+from cluster.members import Peer, WorkerRecord
 from cluster.problem_log import ProblemLog
 from kv_transfer.layout_planner import CacheShape, Int64s
 from kv_transfer.nixl.agent import (
@@ -26,7 +26,6 @@ from kv_transfer.nixl.notifications import receive_payloads, send_payload, send_
 from kv_transfer.peer_table import PeerTable, describe
 from kv_transfer.transport import (
     NotificationHandler,
-    Peer,
     TransferError,
     TransferStats,
     WriteAbandonedError,

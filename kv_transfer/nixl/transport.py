@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from cluster.kv_layout import KvLayout
 from cluster.load import LinkReport, TransferCounters
-from cluster.members import TransportEndpoint, WorkerRecord
+from cluster.members import Peer, TransportEndpoint, WorkerRecord
 from kv_transfer.layout_planner import CacheShape, plan_copies
 from kv_transfer.nixl.agent import AgentSettings
 from kv_transfer.nixl.driver import NixlDriver
@@ -36,7 +36,6 @@ from kv_transfer.peer_table import check_peer_record
 from kv_transfer.poller import Poller, polling_sleep_s
 from kv_transfer.transport import (
     NotificationHandler,
-    Peer,
     TransferError,
     TransferStats,
 )

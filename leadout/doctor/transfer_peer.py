@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from cluster.kv_layout import KvLayout
-from cluster.members import ModelIdentity, Role, TransportEndpoint, WorkerRecord
+from cluster.members import ModelIdentity, Peer, Role, TransportEndpoint, WorkerRecord
 from kv_transfer.nixl.transport import NixlTransport
-from kv_transfer.transport import Peer, TransferError, Transport, TransportUnavailableError
+from kv_transfer.transport import TransferError, Transport, TransportUnavailableError
 from leadout.doctor.child import read_message, send_answer
 
 _LAYOUT = KvLayout(num_layers=8, num_kv_heads=8, head_dim=64, block_size=32, dtype="float32")

@@ -16,7 +16,7 @@ from cluster.clock import Clock
 from cluster.config.settings import LeadoutConfig
 from cluster.load import LoadReport, WorkerState
 from cluster.malformed import MalformedMessage
-from cluster.members import Members, ModelIdentity, Role, WorkerRecord
+from cluster.members import Members, ModelIdentity, Peer, Role, WorkerRecord
 from cluster.messages import Message
 from cluster.metrics import WorkerMetrics
 from cluster.problem_log import ProblemLog
@@ -33,7 +33,7 @@ from engine.engine_loop import EngineLoop
 from engine.step_result import StepResult
 from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.peer_connections import PeerConnections
-from kv_transfer.transport import Peer, Transport
+from kv_transfer.transport import Transport
 from kv_transfer.verification import BlockVerifier
 from leadout.worker.load_report import load_report
 from leadout.worker.metric_events import MetricEvents

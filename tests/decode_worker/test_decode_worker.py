@@ -6,6 +6,7 @@ import pytest
 import torch
 import xxhash
 
+from cluster.members import Peer
 from cluster.messages import (
     Cancel,
     Generate,
@@ -22,7 +23,6 @@ from cluster.messages import (
 )
 from cluster.sequence_spec import RequestKey, SequenceSpec
 from decode_worker.decode_worker import DecodeWorker
-from kv_transfer.transport import Peer
 from tests.engine.prefix_runner import greedy, oracle
 from tests.sequence_specs import with_spec
 from tests.simulation.under_way import Packet

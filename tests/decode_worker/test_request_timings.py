@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.members import Peer
 from cluster.messages import Generate, RequestTimings, Sealed
 from cluster.sequence_spec import RequestKey, SequenceSpec
 from decode_worker.request_table import DecodeRequest
 from decode_worker.request_timings import request_timings
-from kv_transfer.transport import Peer
 from tests.engine.prefix_runner import greedy
 
 

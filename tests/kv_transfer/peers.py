@@ -6,9 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from cluster.kv_layout import KvLayout
-from cluster.members import ModelIdentity, Role, TransportEndpoint, WorkerRecord
+from cluster.members import ModelIdentity, Peer, Role, TransportEndpoint, WorkerRecord
 from kv_transfer.peer_connections import PeerConnections
-from kv_transfer.transport import Peer, TransferError
+from kv_transfer.transport import TransferError
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
 NUM_BLOCKS = 4

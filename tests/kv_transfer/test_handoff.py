@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.members import Peer
 from cluster.sequence_spec import RequestKey
 from kv_transfer.handoff import (
     FENCEABLE_STATES,
@@ -18,7 +19,6 @@ from kv_transfer.handoff import (
     advance,
     legal_events,
 )
-from kv_transfer.transport import Peer
 
 S, E = HandoffState, HandoffEvent
 LEGAL = {

@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cluster.members import Peer
 from cluster.sequence_spec import RequestKey
 from kv_transfer.handoff import Handoff, HandoffEvent, HandoffOutcome, HandoffStateError, legal_events
 from kv_transfer.handoff_ledger import HandoffLedger
-from kv_transfer.transport import Peer
 
 WRITERS = [Peer("p0", 1), Peer("p0", 2), Peer("p1", 1)]
 OWN = Peer("d0", 1)

@@ -6,8 +6,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from cluster.members import WorkerRecord
-from kv_transfer.transport import Peer, TransferError
+from cluster.members import Peer, WorkerRecord
+from kv_transfer.transport import TransferError
 from tests.kv_transfer.peers import FakeTransport, Harness, record
 
 

@@ -6,8 +6,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from cluster.members import WorkerRecord
-from kv_transfer.transport import Peer
+from cluster.members import Peer, WorkerRecord
 from tests.kv_transfer.peers import Harness, Worker
 
 IDS = ("d0", "d1", "d2")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from cluster.members import Peer
 from kv_transfer.peer_table import PeerTable, check_peer_record
-from kv_transfer.transport import Peer, TransferError
+from kv_transfer.transport import TransferError
 from tests.kv_transfer.peers import LAYOUT, record
 
 D1, D2 = Peer("d0", 1), Peer("d0", 2)

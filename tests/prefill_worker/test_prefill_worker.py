@@ -6,9 +6,9 @@ import pytest
 import xxhash
 
 from cluster.malformed import MalformedMessage
+from cluster.members import Peer
 from cluster.messages import Cancel, Generate, HandoffFenced, HandoffProgress, Message, Prefill, Sealed
 from cluster.sequence_spec import RequestKey, SequenceSpec
-from kv_transfer.transport import Peer
 from prefill_worker.prefill_worker import PrefillWorker
 from tests.engine.prefix_runner import greedy, oracle
 from tests.sequence_specs import with_spec

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import torch
 
 from cluster.load import TransferCounters, WorkerState
-from cluster.members import Role, WorkerRecord
+from cluster.members import Peer, Role, WorkerRecord
 from cluster.messages import KvEvents, LoadUpdate, Subscribe
 from cluster.sequence_spec import SequenceSpec
 from kv_transfer.handoff import HandoffOutcome
-from kv_transfer.transport import Peer, TransferStats
+from kv_transfer.transport import TransferStats
 from leadout.worker.load_report import load_report
 from router.in_flight import SequenceRequest
 from router.policy.plan import NoWorkerError

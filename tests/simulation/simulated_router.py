@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.config.settings import RouterConfig
+from cluster.members import Peer
 from cluster.sampling_params import SamplingParams
-from kv_transfer.transport import Peer
 from router.cluster_view import ClusterView
 from router.dispatch import Dispatcher
 from router.in_flight import Generation

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cluster.clock import Clock
-from cluster.members import WorkerRecord
+from cluster.members import Peer, WorkerRecord
 from cluster.messages import Envelope, Message, RequestTimings
 from engine.engine import Engine
 from kv_transfer.handoff import Handoff
-from kv_transfer.transport import Peer, TransferStats
+from kv_transfer.transport import TransferStats
 from kv_transfer.verification import BlockVerifier
 
 if TYPE_CHECKING:

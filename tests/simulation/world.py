@@ -17,7 +17,7 @@ import torch
 
 from cluster.clock import ManualClock
 from cluster.kv_layout import KvLayout
-from cluster.members import ModelIdentity, Role, TransportEndpoint, WorkerRecord
+from cluster.members import ModelIdentity, Peer, Role, TransportEndpoint, WorkerRecord
 from cluster.messages import (
     Cancel,
     Envelope,
@@ -35,7 +35,7 @@ from decode_worker.decode_worker import DecodeWorker
 from engine.engine import Engine
 from engine.engine_commands import EngineCommands
 from kv_transfer.peer_connections import PeerConnections
-from kv_transfer.transport import Peer, TransferError, TransferStats
+from kv_transfer.transport import TransferError, TransferStats
 from kv_transfer.verification import VerifyMode
 from prefill_worker.prefill_worker import PrefillWorker
 from tests.engine.prefix_runner import VOCAB_SIZE, make_engine

@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 
 from cluster.kv_layout import KvLayout
-from cluster.members import WorkerRecord
+from cluster.members import Peer, WorkerRecord
 from kv_transfer.nixl.transport import NixlTransport
-from kv_transfer.transport import Peer, TransferError, WriteAbandonedError
+from kv_transfer.transport import TransferError, WriteAbandonedError
 from tests.kv_transfer.peers import record
 
 LAYOUT = KvLayout(num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from cluster.members import Peer
 from kv_transfer.nixl.agent import load_nixl
 from kv_transfer.nixl.transport import NixlTransport
-from kv_transfer.transport import Peer, TransportUnavailableError
+from kv_transfer.transport import TransportUnavailableError
 from tests.kv_transfer.peers import LAYOUT, NUM_BLOCKS
 
 

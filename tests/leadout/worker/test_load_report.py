@@ -12,10 +12,10 @@ from cluster.load import (
     StepSample,
     TransferCounters,
 )
+from cluster.members import Peer
 from cluster.sequence_spec import RequestKey
 from kv_transfer.handoff import HandoffEvent
 from kv_transfer.handoff_ledger import HandoffLedger
-from kv_transfer.transport import Peer
 from leadout.worker.load_report import load_report
 
 PREFILL, DECODE = Peer("prefill-0", 1), Peer("decode-0", 1)
