@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from cluster.clock import Clock
 from engine.engine import Engine
 from engine.step_result import StepResult
 
@@ -28,10 +29,7 @@ class EngineLoop:
     thread sleeps until the next command.
     """
 
-    def __init__(
-        self, engine: Engine, on_result: Callable[[StepResult], None], clock: Callable[[], float]
-    ) -> None:
-        """``clock`` gives monotonic seconds."""
+    def __init__(self, engine: Engine, on_result: Callable[[StepResult], None], clock: Clock) -> None:
         self._engine = engine
         self._on_result = on_result
         self._clock = clock
@@ -93,7 +91,7 @@ class EngineLoop:
                 self._run_commands()
                 did_something = False
                 if self._engine.has_work():
-                    self._step_began_at = now = self._clock()
+                    self._step_began_at = now = self._clock.monotonic()
                     result = self._engine.step(now)
                     self._step_began_at = None
                     did_something = not result.is_empty

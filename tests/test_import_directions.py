@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
 # The engine knows no network: of cluster/ only plain types and hashes.
 ENGINE_MAY_USE = {
     "cluster.block_hash",
+    "cluster.clock",
     "cluster.kv_layout",
     "cluster.load",
     "cluster.messages",

@@ -121,7 +121,7 @@ class WorkerHost:
         self._engine_loop = EngineLoop(
             created.engine,
             on_result=lambda result: self._post(functools.partial(self._on_step, result)),
-            clock=self._clock.monotonic,
+            clock=self._clock,
         )
         opened.push_async_callback(asyncio.to_thread, self._engine_loop.stop)
         network = ZmqNetwork(self._own.worker_id, self._own.incarnation)

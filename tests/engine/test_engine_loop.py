@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 
+from cluster.clock import ManualClock, SystemClock
 from engine.batch import Batch
 from engine.engine import Engine
 from engine.engine_commands import EngineCommands
@@ -43,7 +44,7 @@ def results() -> Results:
 @pytest.fixture
 def loop(results: Results) -> EngineLoop:
     engine, _ = make_engine()
-    loop = EngineLoop(engine, results, time.monotonic)
+    loop = EngineLoop(engine, results, SystemClock())
     loop.start()
     yield loop
     loop.stop()
@@ -125,7 +126,7 @@ def test_a_step_that_takes_long_shows_since_when() -> None:
         return compute(batch)
 
     runner.forward = forward  # type: ignore[method-assign]
-    loop = EngineLoop(engine, lambda result: None, lambda: 42.0)
+    loop = EngineLoop(engine, lambda result: None, ManualClock(monotonic=42.0))
     loop.start()
     try:
         assert loop.step_began_at is None
