@@ -118,7 +118,7 @@ def _create(
     model = load_model(source, backend=backend, max_model_len=max_model_len)
     _return_free_memory()
     try:
-        storage = KvCacheStorage(layout, num_blocks)
+        storage = KvCacheStorage(layout, num_blocks, backend.device)
     except RuntimeError as error:  # how torch says that there is not enough memory
         raise ValueError(
             f"kv_cache_memory is {kv_cache_memory} bytes, and this machine cannot allocate them: {error}"

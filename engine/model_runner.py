@@ -60,9 +60,9 @@ class ModelRunner:
             token_ids.extend(sequence.token_ids)
             positions.extend(range(sequence.start, sequence.start + num_tokens))
             logits_rows.extend(range(len(token_ids) - sequence.num_logits, len(token_ids)))
-        if not token_ids:
-            return torch.empty(0, self._model.config.vocab_size)
         device = self._model.backend.device
+        if not token_ids:
+            return torch.empty(0, self._model.config.vocab_size, device=device)
         attention = self._model.backend.plan_attention(spans, self._kv_cache)
         hidden = self._model.forward(
             torch.tensor(token_ids, device=device), torch.tensor(positions, device=device), attention

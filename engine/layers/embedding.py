@@ -11,23 +11,20 @@ from engine.ops.number_formats import WeightRangeError
 class EmbeddingAndHead:
     """The two layers that have one row per token of the vocabulary; together, as they may share weights.
 
-    With tied weights the table is kept twice: as rows to look up (in their stored form where that is
-    quantised, which is far smaller), and packed for the output head.
+    With tied weights the backend keeps the table twice: as rows to look up, and packed for the output head.
     """
 
     def __init__(self, context: BuildContext) -> None:
         config, weights, backend = context.config, context.weights, context.backend
         self._backend = backend
         shape = (config.vocab_size, config.hidden_size)
-        number_format = backend.number_format
-        self._stored_rows = weights.quantized_rows("model.embed_tokens.weight", number_format.weights)
-        table = weights.take("model.embed_tokens.weight", shape, number_format.loaded)
-        self._table = table.to(number_format.weights) if self._stored_rows is None else None
+        table = weights.take("model.embed_tokens.weight", shape)
+        self._table = backend.embedding_table(table)
         if config.tie_word_embeddings:
             weights.ignore("lm_head.weight")  # some checkpoints store the tied copy
             head = table
         else:
-            head = weights.take("lm_head.weight", shape, number_format.loaded)
+            head = weights.take("lm_head.weight", shape)
         try:
             self._head = backend.prepack_head(head)
         except WeightRangeError as error:
@@ -35,9 +32,6 @@ class EmbeddingAndHead:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``[num_tokens]`` token ids to float32 ``[num_tokens, hidden_size]``."""
-        if self._table is None:
-            assert self._stored_rows is not None
-            return self._stored_rows.rows(token_ids)
         return self._backend.embedding(token_ids, self._table)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

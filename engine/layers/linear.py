@@ -36,16 +36,12 @@ def build_merged_linear(
     ``parts`` gives each layer's name and number of output features. Raises WeightError for a missing or
     misshapen tensor, WeightRangeError for a weight that the number format cannot hold.
     """
-    take, backend, dtype = context.weights.take, context.backend, context.backend.number_format.loaded
-    weights = [take(f"{name}.weight", (size, in_features), dtype) for name, size in parts]
-    biases = [take(f"{name}.bias", (size,), torch.float32) for name, size in parts] if bias else []
+    take, backend = context.weights.take, context.backend
+    weights = [take(f"{name}.weight", (size, in_features)) for name, size in parts]
+    biases = [take(f"{name}.bias", (size,)) for name, size in parts] if bias else []
     try:
-        packed = backend.prepack_linear(_joined(weights), _joined(biases) if bias else None)
+        packed = backend.prepack_linear(weights, biases)
     except WeightRangeError as error:
         names = ", ".join(f"{name}.weight" for name, _ in parts)
         raise WeightRangeError(f"{names}: {error}") from None
     return Linear(backend, packed)
-
-
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

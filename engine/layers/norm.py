@@ -12,7 +12,7 @@ class RmsNorm:
 
     def __init__(self, context: BuildContext, name: str, size: int) -> None:
         self._backend = context.backend
-        self._weight = context.weights.take(f"{name}.weight", (size,), torch.float32)
+        self._weight = context.backend.vector(context.weights.take(f"{name}.weight", (size,)))
         self._eps = context.config.rms_norm_eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -72,12 +72,12 @@ def _yarn_attention_factor(scaling: YarnScaling) -> float:
 class RotaryTables:
     """cos and sin for every position, computed once: looked up, they are the same in every step."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int) -> None:
+    def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int, device: torch.device) -> None:
         frequencies, factor = inverse_frequencies(rope, head_dim)
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
         cos, sin = angles.cos() * factor, angles.sin() * factor  # [max_model_len, head_dim / 2]
-        self._cos = torch.cat([cos, cos], dim=-1)
-        self._sin = torch.cat([-sin, sin], dim=-1)
+        self._cos = torch.cat([cos, cos], dim=-1).to(device)
+        self._sin = torch.cat([-sin, sin], dim=-1).to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin as ``Backend.rotary`` takes them, each ``[num_tokens, 1, head_dim]`` float32."""

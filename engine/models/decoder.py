@@ -48,7 +48,9 @@ class Decoder:
         self._embedding = EmbeddingAndHead(context)
         self._layers = [DecoderLayer(context, layer) for layer in range(config.num_layers)]
         self._norm = RmsNorm(context, "model.norm", config.hidden_size)
-        self._rotary = RotaryTables(config.rope, config.head_dim, context.max_model_len)
+        self._rotary = RotaryTables(
+            config.rope, config.head_dim, context.max_model_len, context.backend.device
+        )
 
     @property
     def config(self) -> ModelConfig:

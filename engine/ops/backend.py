@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
 from engine.kv_cache_storage import KvCacheStorage
 from engine.ops.number_formats import NumberFormat
+from engine.weights.quantized_rows import QuantizedRows
+from engine.weights.stored_tensor import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,10 @@ class PackedLinear:
     bias: torch.Tensor | None  # [out_features]; None also where it is packed with the weight
     in_features: int
     out_features: int
+
+
+EmbeddingTable: TypeAlias = torch.Tensor | QuantizedRows
+"""``[vocab_size, hidden_size]`` as a backend keeps it. Opaque to everyone else."""
 
 
 class PagedAttention(Protocol):
@@ -74,23 +80,33 @@ class Backend(Protocol):
     def kernels(self) -> str:
         """For people: which kernels compute the linear layers."""
 
-    def prepack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-        """Lays ``weight``, ``[out_features, in_features]`` as loaded, out for :meth:`linear`.
+    def vector(self, stored: StoredTensor) -> torch.Tensor:
+        """A norm's weight as float32 on the device."""
 
-        The caller gives the tensor up. Raises WeightRangeError where the kernels cannot hold a weight.
+    def prepack_linear(
+        self, weights: Sequence[StoredTensor], biases: Sequence[StoredTensor] = ()
+    ) -> PackedLinear:
+        """Lays linear layers with one input, each ``[out_features, in_features]``, out as one.
+
+        Their outputs follow each other on the last axis. ``biases`` is empty or has one for each. Whether
+        quantised weights stay so is the backend's choice. Raises WeightRangeError where it cannot hold a
+        weight.
         """
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """``x @ weight.T + bias`` for ``x`` ``[num_tokens, in_features]``, in the activations' dtype."""
 
-    def prepack_head(self, weight: torch.Tensor) -> PackedLinear:
+    def prepack_head(self, weight: StoredTensor) -> PackedLinear:
         """Lays the output head's ``weight``, ``[vocab_size, hidden_size]``, out for :meth:`logits`.
 
-        The tensor stays the caller's. Raises as :meth:`prepack_linear`.
+        Raises as :meth:`prepack_linear`.
         """
 
-    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Rows of ``table``, ``[vocab_size, hidden_size]``, as float32 ``[num_tokens, hidden_size]``."""
+    def embedding_table(self, table: StoredTensor) -> EmbeddingTable:
+        """``[vocab_size, hidden_size]`` for :meth:`embedding`; quantised or not is the backend's choice."""
+
+    def embedding(self, token_ids: torch.Tensor, table: EmbeddingTable) -> torch.Tensor:
+        """Rows of the table, ``[num_tokens]`` to float32 ``[num_tokens, hidden_size]``."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last axis; all float32."""

@@ -1,4 +1,4 @@
-"""The CPU backend: linear layers with weights packed once, float32 between them."""
+"""The CPU backend: linear layers with weights expanded and packed once, float32 between them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from engine.kv_cache_storage import KvCacheStorage
-from engine.ops.backend import PackedLinear, PagedAttention, SequenceSpan
+from engine.ops.backend import EmbeddingTable, PackedLinear, PagedAttention, SequenceSpan
 from engine.ops.cpu_attention import CausalMask, CpuPagedAttention
 from engine.ops.cpu_linear import head_kernel, linear_kernel
 from engine.ops.number_formats import NumberFormat
+from engine.weights.dequantize import dequantize
+from engine.weights.quantized_rows import QuantizedRows
+from engine.weights.stored_tensor import StoredTensor
 
 
 class CpuBackend:
@@ -28,16 +31,28 @@ class CpuBackend:
     def kernels(self) -> str:
         return f"{self._linear.name}, {torch.backends.cpu.get_cpu_capability()}"
 
-    def prepack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-        return self._linear.pack(weight, bias)
+    def vector(self, stored: StoredTensor) -> torch.Tensor:
+        return dequantize([stored], torch.float32)
+
+    def prepack_linear(
+        self, weights: Sequence[StoredTensor], biases: Sequence[StoredTensor] = ()
+    ) -> PackedLinear:
+        bias = dequantize(biases, torch.float32) if biases else None
+        return self._linear.pack(dequantize(weights, self.number_format.loaded), bias)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         return self._linear.multiply(x, packed)
 
-    def prepack_head(self, weight: torch.Tensor) -> PackedLinear:
-        return self._head.pack(weight, None)
+    def prepack_head(self, weight: StoredTensor) -> PackedLinear:
+        return self._head.pack(dequantize([weight], self.number_format.loaded), None)
 
-    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def embedding_table(self, table: StoredTensor) -> EmbeddingTable:
+        dtype = self.number_format.weights
+        return QuantizedRows(table, dtype) if table.is_quantised else dequantize([table], dtype)
+
+    def embedding(self, token_ids: torch.Tensor, table: EmbeddingTable) -> torch.Tensor:
+        if isinstance(table, QuantizedRows):
+            return table.rows(token_ids)
         return F.embedding(token_ids, table).float()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

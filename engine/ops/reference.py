@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from engine.kv_cache_storage import KvCacheStorage
-from engine.ops.backend import PackedLinear, PagedAttention, SequenceSpan
+from engine.ops.backend import EmbeddingTable, PackedLinear, PagedAttention, SequenceSpan
 from engine.ops.number_formats import NumberFormat
+from engine.weights.dequantize import dequantize
+from engine.weights.stored_tensor import StoredTensor
 
 
 class ReferencePagedAttention:
@@ -53,21 +55,32 @@ class ReferenceBackend:
 
     kernels = "reference"
 
-    def __init__(self, number_format: NumberFormat) -> None:
+    def __init__(self, number_format: NumberFormat, device: torch.device | None = None) -> None:
         self.number_format = number_format
-        self.device = torch.device("cpu")
+        self.device = device or torch.device("cpu")
 
-    def prepack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+    def vector(self, stored: StoredTensor) -> torch.Tensor:
+        return dequantize([stored], torch.float32).to(self.device)
+
+    def prepack_linear(
+        self, weights: Sequence[StoredTensor], biases: Sequence[StoredTensor] = ()
+    ) -> PackedLinear:
+        weight = dequantize(weights, self.number_format.weights).to(self.device)
+        bias = dequantize(biases, torch.float32).to(self.device) if biases else None
         return PackedLinear(weight, bias, in_features=weight.shape[1], out_features=weight.shape[0])
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         dtype = self.number_format.activations
         return _product(x.to(dtype), packed).to(dtype)
 
-    def prepack_head(self, weight: torch.Tensor) -> PackedLinear:
-        return self.prepack_linear(weight, None)
+    def prepack_head(self, weight: StoredTensor) -> PackedLinear:
+        return self.prepack_linear([weight])
 
-    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def embedding_table(self, table: StoredTensor) -> EmbeddingTable:
+        return dequantize([table], self.number_format.weights).to(self.device)
+
+    def embedding(self, token_ids: torch.Tensor, table: EmbeddingTable) -> torch.Tensor:
+        assert isinstance(table, torch.Tensor)
         return table[token_ids].float()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Turns GGUF tensor data into plain tensors.
+"""Turns stored tensors into plain ones.
 
 A quantised row is cut into blocks of 32 or 256 values. Each function below takes the raw bytes of some
 blocks, ``[num_blocks, block_bytes]`` uint8, and returns their values, ``[num_blocks, block_elements]``
@@ -8,12 +8,12 @@ the results do not depend on whether a multiply and an add are fused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 
-from model_files.gguf import TENSOR_TYPES
+from engine.weights.stored_tensor import StoredTensor
 
 # Elements handled at a time: the float32 intermediate of 1 MB stays in the CPU's second-level cache.
 _CHUNK_ELEMENTS = 2**18
@@ -106,8 +106,12 @@ def _q6_k(raw: torch.Tensor) -> torch.Tensor:
     return integers.mul_(scales[:, :, None]).view(-1, 256)
 
 
-_QUANTISED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+_DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {
+        "F64": lambda raw: raw.view(torch.float64),
+        "F32": lambda raw: raw.view(torch.float32),
+        "F16": lambda raw: raw.view(torch.float16),
+        "BF16": lambda raw: raw.view(torch.bfloat16),
         "Q4_0": _q4_0,
         "Q4_1": _q4_1,
         "Q5_0": _q5_0,
@@ -118,63 +122,36 @@ _QUANTISED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyT
         "Q6_K": _q6_k,
     }
 )
-_PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
-    {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-)
-SUPPORTED_TYPES = (*_PLAIN, *_QUANTISED)
-
-_BLOCK_SIZES = MappingProxyType({t.name: (t.block_elements, t.block_bytes) for t in TENSOR_TYPES.values()})
-
-
-def block_layout(type_name: str) -> tuple[int, int]:
-    """Elements and bytes of one block of a quantised type. Raises ValueError for any other type."""
-    if type_name not in _QUANTISED:
-        raise ValueError(f"{type_name} is no quantised type; those are {', '.join(_QUANTISED)}")
-    return _BLOCK_SIZES[type_name]
+SUPPORTED_TYPES = tuple(_DECODERS)
 
 
 def decode_blocks(raw: torch.Tensor, type_name: str) -> torch.Tensor:
-    """Values of whole blocks: uint8 ``[n, block_bytes]`` to float32 ``[n, block_elements]``."""
-    return _QUANTISED[type_name](raw)
+    """Values of whole blocks: uint8 ``[n, block_bytes]`` to ``[n, block_elements]``.
 
-
-def is_quantised(type_name: str) -> bool:
-    """Whether a type stores blocks with common scales, rather than plain numbers."""
-    return type_name in _QUANTISED
-
-
-def dequantize(
-    data: memoryview | bytes, type_name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    """The tensor stored in ``data``, as a new tensor of ``dtype`` and ``shape``.
-
-    Raises ValueError for a type that is not in ``SUPPORTED_TYPES`` or a ``data`` of the wrong length.
+    Float32 for the quantised types; plain numbers, blocks of one element, in their own dtype.
     """
-    if type_name not in SUPPORTED_TYPES:
-        raise ValueError(
-            f"tensors of type {type_name} cannot be read; readable are {', '.join(SUPPORTED_TYPES)}"
-        )
-    num_elements = 1
-    for dimension in shape:
-        num_elements *= dimension
-    block_elements, block_bytes = _BLOCK_SIZES[type_name]
-    num_blocks, rest = divmod(num_elements, block_elements)
-    if rest or len(data) != num_blocks * block_bytes:
-        raise ValueError(
-            f"{len(data):,} bytes of type {type_name} cannot hold a tensor of shape {list(shape)}; "
-            f"a block of {block_elements} values takes {block_bytes} bytes"
-        )
-    if num_elements == 0:
-        return torch.empty(shape, dtype=dtype)
-    if type_name in _PLAIN:
-        # Copied out of the file first: the result must own its memory, and torch warns of read-only buffers.
-        return torch.frombuffer(bytearray(data), dtype=_PLAIN[type_name]).to(dtype).view(shape)
-    values = torch.empty(num_blocks, block_elements, dtype=dtype)
-    decode = _QUANTISED[type_name]
-    chunk = _CHUNK_ELEMENTS // block_elements
-    for start in range(0, num_blocks, chunk):
-        stop = min(start + chunk, num_blocks)
-        part = bytearray(data[start * block_bytes : stop * block_bytes])
-        raw = torch.frombuffer(part, dtype=torch.uint8).view(-1, block_bytes)
-        values[start:stop] = decode(raw)
-    return values.view(shape)
+    return _DECODERS[type_name](raw)
+
+
+def dequantize(parts: Sequence[StoredTensor], dtype: torch.dtype) -> torch.Tensor:
+    """The values of ``parts``, joined along the first axis, as a new tensor of ``dtype``.
+
+    Their types must be among ``SUPPORTED_TYPES``, and may differ.
+    """
+    num_rows = sum(part.shape[0] for part in parts)
+    values = torch.empty((num_rows, *parts[0].shape[1:]), dtype=dtype)
+    start = 0
+    for part in parts:
+        _fill(values[start : start + part.shape[0]], part)
+        start += part.shape[0]
+    return values
+
+
+def _fill(values: torch.Tensor, stored: StoredTensor) -> None:
+    blocks = stored.data.reshape(-1, stored.block_bytes)
+    flat = values.view(-1, stored.block_elements)
+    chunk = _CHUNK_ELEMENTS // stored.block_elements
+    for start in range(0, len(blocks), chunk):
+        # Copied: torch takes no read-only memory, and not every offset in a file is aligned.
+        raw = torch.from_numpy(blocks[start : start + chunk].copy())
+        flat[start : start + chunk] = decode_blocks(raw, stored.type_name)

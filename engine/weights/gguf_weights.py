@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
-import torch
+import numpy as np
 
 from engine.models.config import ModelConfig
 from engine.models.gguf_config import ROPE_DIVISORS_TENSOR
-from engine.weights.dequantize import SUPPORTED_TYPES, dequantize, is_quantised
-from engine.weights.quantized_rows import QuantizedRows
-from engine.weights.source import WeightError
+from engine.weights.dequantize import SUPPORTED_TYPES
+from engine.weights.errors import WeightError
+from engine.weights.stored_tensor import StoredTensor
 from model_files.gguf import GgufFile
 
 _GLOBAL_NAMES: Mapping[str, str] = MappingProxyType(
@@ -54,16 +55,16 @@ def canonical_name(gguf_name: str) -> str | None:
     return f"model.layers.{match[1]}.{_LAYER_MODULES[match[2]]}.{match[3]}"
 
 
-def unpermute_rows(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+def unpermute_rows(stored: StoredTensor, num_heads: int) -> StoredTensor:
     """Undoes the row order of Llama GGUF files.
 
-    ``tensor`` is ``[num_heads * head_dim, ...]``. Within a head, stored row ``2 i`` belongs to position ``i``
+    ``stored`` is ``[num_heads * head_dim, ...]``. Within a head, stored row ``2 i`` belongs to position ``i``
     and stored row ``2 i + 1`` to position ``head_dim / 2 + i``: pairs that rotate together are neighbours in
-    the file and half a head apart in the decoder.
+    the file and half a head apart in the decoder. Rows are moved as they are stored, quantised or not.
     """
-    rows = tensor.shape[0]
-    pairs = tensor.view(num_heads, rows // num_heads // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)
+    pairs = stored.data.reshape(num_heads, stored.shape[0] // num_heads // 2, 2, -1)
+    data = pairs.swapaxes(1, 2).reshape(stored.data.shape)
+    return StoredTensor(stored.type_name, stored.shape, data)
 
 
 class GgufWeights:
@@ -90,9 +91,13 @@ class GgufWeights:
             self._stored_names[name] = stored.name
 
     @property
-    def location(self) -> str:
-        """The file's path."""
-        return str(self._file.path)
+    def location(self) -> Path:
+        """The file."""
+        return self._file.path
+
+    def file_of(self, name: str) -> Path:
+        """The file. Raises KeyError for an unknown name."""
+        return self._file.path
 
     def names(self) -> Collection[str]:
         """Canonical names of all parameters in the file."""
@@ -102,24 +107,31 @@ class GgufWeights:
         """Row-major shape of the parameter ``name``. Raises KeyError."""
         return self._file.tensors[self._stored_names[name]].shape
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The parameter ``name``, dequantised to ``dtype``. Raises KeyError."""
-        stored = self._file.tensors[self._stored_names[name]]
-        tensor = dequantize(self._file.data(stored.name), stored.type_name, stored.shape, dtype)
+    def read(self, name: str) -> StoredTensor:
+        """The parameter ``name`` as stored, its rows in the decoder's order. Raises KeyError.
+
+        Raises WeightError for a vector whose elements would have to be moved out of quantised blocks.
+        """
+        entry = self._file.tensors[self._stored_names[name]]
+        data = np.frombuffer(self._file.data(entry.name), dtype=np.uint8).reshape(*entry.shape[:-1], -1)
+        stored = StoredTensor(entry.type_name, entry.shape, data)
+        num_heads = self._num_permuted_heads(name)
+        if num_heads is None:
+            return stored
+        if stored.is_quantised and len(stored.shape) == 1:
+            raise WeightError(
+                f"{self._file.path}: the tensor {entry.name!r} is a vector of type {entry.type_name}; plain "
+                "numbers were expected"
+            )
+        return unpermute_rows(stored, num_heads)
+
+    def _num_permuted_heads(self, name: str) -> int | None:
         if self._config.architecture in _PERMUTED_ARCHITECTURES:
             if ".self_attn.q_proj." in name:
-                return unpermute_rows(tensor, self._config.num_heads)
+                return self._config.num_heads
             if ".self_attn.k_proj." in name:
-                return unpermute_rows(tensor, self._config.num_kv_heads)
-        return tensor
-
-    def quantized_rows(self, name: str, dtype: torch.dtype) -> QuantizedRows | None:
-        """The table ``name`` in its stored form; None if it holds plain numbers. Raises KeyError."""
-        stored = self._file.tensors[self._stored_names[name]]
-        if not is_quantised(stored.type_name):
-            return None
-        num_rows, row_elements = stored.shape
-        return QuantizedRows(self._file.data(stored.name), stored.type_name, (num_rows, row_elements), dtype)
+                return self._config.num_kv_heads
+        return None
 
     def close(self) -> None:
         """Closes the file."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.weights.dequantize import block_layout, decode_blocks
+from engine.weights.dequantize import decode_blocks
+from engine.weights.stored_tensor import StoredTensor
 
 
 class QuantizedRows:
@@ -13,23 +14,15 @@ class QuantizedRows:
     Looking up a row gives the same values as dequantising the whole table to ``dtype`` would.
     """
 
-    def __init__(
-        self, data: memoryview | bytes, type_name: str, shape: tuple[int, int], dtype: torch.dtype
-    ) -> None:
-        """Copies ``data``. Raises ValueError for a type that is not quantised or a wrong length."""
-        block_elements, block_bytes = block_layout(type_name)
-        num_rows, row_elements = shape
-        self._row_blocks, rest = divmod(row_elements, block_elements)
-        if rest or len(data) != num_rows * self._row_blocks * block_bytes:
-            raise ValueError(
-                f"{len(data):,} bytes of type {type_name} cannot hold a table of shape {list(shape)}"
-            )
-        self._type_name = type_name
-        self._block_bytes = block_bytes
-        self._row_elements = row_elements
+    def __init__(self, stored: StoredTensor, dtype: torch.dtype) -> None:
+        """Copies ``stored``, a quantised ``[num_rows, row_elements]``."""
+        assert stored.is_quantised, stored.type_name
+        assert len(stored.shape) == 2, stored.shape
+        self._type_name = stored.type_name
+        self._block_bytes = stored.block_bytes
+        self._row_elements = stored.shape[1]
         self._dtype = dtype
-        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._raw = raw.view(num_rows, self._row_blocks * block_bytes)  # [num_rows, row_bytes]
+        self._raw = torch.from_numpy(stored.data.copy())  # [num_rows, row_bytes]
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Float32 ``[n, row_elements]`` for int64 ``indices`` ``[n]``."""

@@ -5,14 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from engine.weights.source import WeightError
+from engine.weights.errors import WeightError
+from engine.weights.stored_tensor import StoredTensor
 from model_files.model_source import safetensors_files
 
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+
+
+class _Entry(NamedTuple):
+    path: Path
+    file: Any  # safetensors.safe_open
+    type_name: str
+    shape: tuple[int, ...]
 
 
 class SafetensorsWeights:
@@ -27,7 +35,7 @@ class SafetensorsWeights:
 
         self._folder = folder
         self._files = contextlib.ExitStack()
-        self._tensors: dict[str, tuple[Any, tuple[int, ...]]] = {}  # name -> (file, shape)
+        self._tensors: dict[str, _Entry] = {}
         try:
             for path in safetensors_files(folder):
                 try:
@@ -44,17 +52,22 @@ class SafetensorsWeights:
             if name in self._tensors:
                 raise WeightError(f"{path}: the tensor {name!r} is in another file of {self._folder}, too")
             stored = opened.get_slice(name)
-            if stored.get_dtype() not in _FLOAT_TYPES:
+            type_name = stored.get_dtype()
+            if type_name not in _FLOAT_TYPES:
                 raise WeightError(
-                    f"{path}: the tensor {name!r} has the type {stored.get_dtype()}; "
+                    f"{path}: the tensor {name!r} has the type {type_name}; "
                     f"readable are {', '.join(_FLOAT_TYPES)}"
                 )
-            self._tensors[name] = (opened, tuple(stored.get_shape()))
+            self._tensors[name] = _Entry(path, opened, type_name, tuple(stored.get_shape()))
 
     @property
-    def location(self) -> str:
-        """The folder's path."""
-        return str(self._folder)
+    def location(self) -> Path:
+        """The folder."""
+        return self._folder
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds the tensor ``name``. Raises KeyError."""
+        return self._tensors[name].path
 
     def names(self) -> Collection[str]:
         """Names of all tensors in the folder."""
@@ -62,15 +75,13 @@ class SafetensorsWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor ``name``. Raises KeyError."""
-        return self._tensors[name][1]
+        return self._tensors[name].shape
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor ``name`` in ``dtype``, copied out of the file. Raises KeyError."""
-        tensor: torch.Tensor = self._tensors[name][0].get_tensor(name)
-        return tensor.to(dtype, copy=True)
-
-    def quantized_rows(self, name: str, dtype: torch.dtype) -> None:
-        """Nothing here is quantised."""
+    def read(self, name: str) -> StoredTensor:
+        """The tensor ``name`` as stored. Raises KeyError."""
+        entry = self._tensors[name]
+        tensor: torch.Tensor = entry.file.get_tensor(name)
+        return StoredTensor(entry.type_name, entry.shape, tensor.view(torch.uint8).numpy())
 
     def close(self) -> None:
         """Closes the files."""

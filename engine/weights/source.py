@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection
+from pathlib import Path
 from typing import Protocol
 
-import torch
-
-from engine.weights.quantized_rows import QuantizedRows
-
-
-class WeightError(ValueError):
-    """The weights do not fit the model; the message names the file, the tensor and what was expected."""
+from engine.weights.errors import ShardError, WeightError
+from engine.weights.stored_tensor import Shard, StoredTensor
 
 
 class WeightSource(Protocol):
     """Tensors by canonical name, which is the name Hugging Face's checkpoints use."""
 
     @property
-    def location(self) -> str:
+    def location(self) -> Path:
         """The file or folder, for error messages."""
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor, for error messages. Raises KeyError for an unknown name."""
 
     def names(self) -> Collection[str]:
         """Canonical names of all tensors."""
@@ -27,11 +27,8 @@ class WeightSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Row-major shape. Raises KeyError for an unknown name."""
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A fresh tensor that owns its memory. Raises KeyError for an unknown name."""
-
-    def quantized_rows(self, name: str, dtype: torch.dtype) -> QuantizedRows | None:
-        """The two-dimensional tensor ``name`` as rows in their stored form; None if it is not quantised."""
+    def read(self, name: str) -> StoredTensor:
+        """The whole tensor as stored, where possible without a copy. Raises KeyError for an unknown name."""
 
     def close(self) -> None:
         """Gives the files up."""
@@ -40,30 +37,36 @@ class WeightSource(Protocol):
 class WeightReader:
     """Hands a model the tensors it asks for and knows which nobody asked for.
 
-    Layers call :meth:`take` once per parameter while the model is built, so that only one parameter at a
-    time is held in its stored form. :meth:`finish` then refuses tensors that no layer took.
+    Layers call :meth:`take` once per parameter while the model is built. :meth:`finish` then refuses tensors
+    that no layer took.
     """
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self._remaining = set(source.names())
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor ``name`` in ``dtype``. Raises WeightError if it is missing or has another shape."""
+    def take(self, name: str, shape: tuple[int, ...], shard: Shard | None = None) -> StoredTensor:
+        """The tensor ``name`` of ``shape`` as stored, or one rank's part of it.
+
+        Raises WeightError if it is missing or has another shape, ShardError (a WeightError) if it cannot be
+        split so; the message names the file, the tensor, what was expected and what was found.
+        """
         if name not in self._remaining:
-            raise WeightError(f"{self._source.location}: the tensor {name!r} is missing")
-        stored = self._source.shape(name)
-        if stored != shape:
+            raise WeightError(self._missing(name, shape))
+        file, found = self._source.file_of(name), self._source.shape(name)
+        if found != shape:
             raise WeightError(
-                f"{self._source.location}: the tensor {name!r} has the shape {list(stored)}, "
+                f"{file}: the tensor {name!r} has the shape {list(found)}, "
                 f"the model's configuration asks for {list(shape)}"
             )
         self._remaining.remove(name)
-        return self._source.read(name, dtype)
-
-    def quantized_rows(self, name: str, dtype: torch.dtype) -> QuantizedRows | None:
-        """Rows of a tensor in their stored form, without taking the tensor; None if it is not quantised."""
-        return self._source.quantized_rows(name, dtype) if name in self._remaining else None
+        stored = self._source.read(name)
+        if shard is None:
+            return stored
+        try:
+            return stored.part(shard)
+        except ShardError as error:
+            raise ShardError(f"{file}: the tensor {name!r} cannot be shared out: {error}") from None
 
     def ignore(self, name: str) -> None:
         """Marks a tensor as known but not needed."""
@@ -78,3 +81,11 @@ class WeightReader:
             raise WeightError(
                 f"{self._source.location}: the model has no place for the tensors {shown}{more}"
             )
+
+    def _missing(self, name: str, shape: tuple[int, ...]) -> str:
+        names = self._source.names()
+        assert name not in names, f"{name} was taken before"
+        matches = difflib.get_close_matches(name, names)
+        similar = [f"{match!r} {list(self._source.shape(match))}" for match in matches]
+        found = f"similar are {', '.join(similar)}" if similar else f"none of its {len(names)} is similar"
+        return f"{self._source.location}: the tensor {name!r} of shape {list(shape)} is missing; {found}"

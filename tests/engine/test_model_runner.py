@@ -16,6 +16,7 @@ from engine.model_runner import ModelRunner, kv_layout
 from engine.models.load import LoadedModel, load_model
 from engine.ops.cpu import CpuBackend
 from engine.ops.number_formats import BFLOAT16, FLOAT32, NumberFormat
+from engine.ops.reference import ReferenceBackend
 from model_files.model_source import BUNDLED_MODEL, ModelSource, resolve_model
 from tests.engine.formats import FORMATS, name_of
 from tests.engine.models.tiny_models import reference_model, save
@@ -230,3 +231,14 @@ def test_a_cache_of_another_layout_is_refused(tiny: LoadedModel) -> None:
     layout = kv_layout(tiny.config, BLOCK_SIZE, BFLOAT16)
     with pytest.raises(ValueError, match="laid out"):
         ModelRunner(tiny.module, KvCacheStorage(layout, 4))
+
+
+def test_everything_lies_on_the_backends_device(folders: dict[int, Path]) -> None:
+    """An operation on tensors of two devices raises, and "meta" is another one than the CPU."""
+    backend = ReferenceBackend(FLOAT32, torch.device("meta"))
+    model = load_model(ModelSource("hf", folders[64], "meta"), backend=backend)
+    storage = KvCacheStorage(kv_layout(model.config, BLOCK_SIZE, FLOAT32), 4, backend.device)
+    part = ScheduledSequence(request_id="a", token_ids=[5, 6, 7], start=0, block_ids=(1,), num_logits=2)
+    runner = ModelRunner(model.module, storage)
+    assert runner.forward(Batch((part,))).device == backend.device
+    assert runner.forward(Batch(())).device == backend.device

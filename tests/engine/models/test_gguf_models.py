@@ -12,7 +12,7 @@ import torch
 
 from engine.models.config import ModelConfigError
 from engine.models.load import load_model_config
-from engine.weights.source import WeightError
+from engine.weights.errors import WeightError
 from model_files.model_source import ModelSource
 from tests.engine.models.test_reference_logits import TOLERANCE, logits_of, reference_logits
 from tests.engine.models.tiny_models import COMMON, FAMILIES, reference_model

@@ -16,8 +16,9 @@ from engine.models.gguf_config import gguf_model_config
 from engine.models.load import load_model
 from engine.ops.cpu import CpuBackend
 from engine.ops.number_formats import FLOAT32
+from engine.weights.dequantize import dequantize
+from engine.weights.errors import WeightError
 from engine.weights.gguf_weights import GgufWeights
-from engine.weights.source import WeightError
 from model_files.gguf import GgufFile
 from model_files.model_source import ModelSource, resolve_model
 from tests.engine.models.tiny_models import FAMILIES, reference_model, save
@@ -80,7 +81,7 @@ def test_the_bundled_model() -> None:
     with GgufFile.open(source.path) as file:
         config = gguf_model_config(file)
         weights = GgufWeights(file, config)
-        state = {name: weights.read(name, torch.float32) for name in weights.names()}
+        state = {name: dequantize([weights.read(name)], torch.float32) for name in weights.names()}
     reference = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=49152,

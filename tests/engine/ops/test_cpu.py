@@ -14,6 +14,7 @@ from engine.ops.cpu import CpuBackend
 from engine.ops.number_formats import FLOAT32, NumberFormat
 from engine.ops.reference import ReferenceBackend
 from tests.engine.formats import FORMATS, name_of
+from tests.engine.stored import stored
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
@@ -33,9 +34,11 @@ def test_linear_and_logits(number_format: NumberFormat, num_rows: int, has_bias:
     weight, x = (torch.randn(96, 48) * 0.1).to(number_format.weights), torch.randn(num_rows, 48)
     bias = torch.randn(96) if has_bias else None
     ours, reference = CpuBackend(number_format), ReferenceBackend(number_format)
-    packed, plain = ours.prepack_linear(weight.clone(), bias), reference.prepack_linear(weight, bias)
+    weights = [stored(weight[:32]), stored(weight[32:])]  # two layers as one
+    biases = [] if bias is None else [stored(bias[:32]), stored(bias[32:])]
+    packed, plain = ours.prepack_linear(weights, biases), reference.prepack_linear(weights, biases)
     close(ours.linear(x, packed), reference.linear(x, plain))
-    head, plain_head = ours.prepack_head(weight.clone()), reference.prepack_head(weight)
+    head, plain_head = ours.prepack_head(stored(weight)), reference.prepack_head(stored(weight))
     close(ours.logits(x, head), reference.logits(x, plain_head))
 
 
@@ -48,7 +51,8 @@ def test_element_wise_operations() -> None:
     heads, cos, sin = torch.randn(7, 3, 16), torch.randn(7, 1, 16), torch.randn(7, 1, 16)
     close(ours.rotary(heads, cos, sin), reference.rotary(heads, cos, sin))
     table, token_ids = torch.randn(20, 48), torch.tensor([0, 19, 3, 3])
-    assert torch.equal(ours.embedding(token_ids, table), reference.embedding(token_ids, table))
+    rows, plain_rows = ours.embedding_table(stored(table)), reference.embedding_table(stored(table))
+    assert torch.equal(ours.embedding(token_ids, rows), reference.embedding(token_ids, plain_rows))
 
 
 def spans_of(rng: random.Random) -> tuple[list[SequenceSpan], list[int]]:

@@ -22,6 +22,7 @@ from engine.ops.cpu import CpuBackend
 from engine.ops.cpu_linear import EmulatedBfloat16Linear, LinearKernel, RowByRowLinear, linear_kernel
 from engine.ops.number_formats import BFLOAT16, FLOAT32, NumberFormat, number_formats
 from tests.engine.formats import FORMATS, name_of
+from tests.engine.stored import stored
 
 IS_LOWERED = "LEADOUT_TEST_LOWERED" in os.environ  # runs for test_the_same_on_a_processor_with_less
 MANY_ROWS = [] if IS_LOWERED else [119, 128, 129, 255, 257]
@@ -159,7 +160,7 @@ def test_logits_are_not_rounded(number_format: NumberFormat) -> None:
     torch.manual_seed(1)
     backend = CpuBackend(number_format)
     head, hidden = torch.randn(40, 64).to(number_format.weights), torch.randn(3, 64)
-    logits = backend.logits(hidden, backend.prepack_head(head.clone()))
+    logits = backend.logits(hidden, backend.prepack_head(stored(head)))
     assert logits.dtype is torch.float32
     torch.testing.assert_close(logits, hidden @ head.float().T, atol=1e-4, rtol=1e-5)
     assert not torch.equal(logits, logits.bfloat16().float())

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from engine.weights.dequantize import SUPPORTED_TYPES, dequantize
-from model_files.gguf import TENSOR_TYPES
-
-SIZES = {kind.name: (kind.block_elements, kind.block_bytes) for kind in TENSOR_TYPES.values()}
+from tests.engine.stored import NAMES, SIZES, stored, stored_as
 
 
 def half(block: bytes, offset: int) -> float:
@@ -110,14 +108,14 @@ def random_blocks(type_name: str, count: int, seed: int) -> bytes:
 
 
 def test_every_quantised_type_has_a_reference() -> None:
-    assert set(SUPPORTED_TYPES) == {*REFERENCES, "F32", "F16", "BF16"}
+    assert set(SUPPORTED_TYPES) == {*REFERENCES, *NAMES.values()}
 
 
 @pytest.mark.parametrize("type_name", REFERENCES)
 def test_quantised_types(type_name: str) -> None:
     elements, num_bytes = SIZES[type_name]
     data = random_blocks(type_name, 12, seed=3)
-    values = dequantize(data, type_name, (3, 4 * elements), torch.float32)
+    values = dequantize([stored_as(type_name, (3, 4 * elements), data)], torch.float32)
     expected = [
         REFERENCES[type_name](data[index * num_bytes : (index + 1) * num_bytes], i)
         for index in range(12)
@@ -130,22 +128,19 @@ def test_quantised_types(type_name: str) -> None:
 
 def test_chunks_of_a_large_tensor_join_without_a_seam() -> None:
     data = random_blocks("Q4_1", 64, seed=5) * 300  # more than one chunk
-    values = dequantize(data, "Q4_1", (300, 64 * 32), torch.float32)
+    values = dequantize([stored_as("Q4_1", (300, 64 * 32), data)], torch.float32)
     assert torch.equal(values, values[:1].expand(300, -1))
 
 
-@pytest.mark.parametrize(
-    ("type_name", "dtype"),
-    [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)],
-)
-def test_plain_types(type_name: str, dtype: torch.dtype) -> None:
-    stored = torch.randn(5, 7).to(dtype)
-    data = stored.view(torch.uint8).numpy().tobytes()
-    assert torch.equal(dequantize(data, type_name, (5, 7), torch.float32), stored.float())
+@pytest.mark.parametrize("dtype", NAMES)
+def test_plain_types(dtype: torch.dtype) -> None:
+    tensor = torch.randn(5, 7).to(dtype)
+    assert torch.equal(dequantize([stored(tensor)], torch.float32), tensor.float())
 
 
-def test_other_types_and_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="Q2_K"):
-        dequantize(b"", "Q2_K", (0,), torch.float32)
-    with pytest.raises(ValueError, match="17 bytes"):
-        dequantize(bytes(17), "Q4_0", (32,), torch.float32)
+def test_tensors_of_several_types_join() -> None:
+    data = random_blocks("Q4_0", 6, seed=1)
+    quantised, plain = stored_as("Q4_0", (3, 64), data), stored(torch.randn(2, 64).bfloat16())
+    joined = dequantize([quantised, plain], torch.bfloat16)
+    assert torch.equal(joined[:3], dequantize([quantised], torch.float32).bfloat16())
+    assert torch.equal(joined[3:], dequantize([plain], torch.bfloat16))
