@@ -10,9 +10,9 @@ from cluster.members import PROTOCOL_VERSION, RouterRecord, WorkerRecord, incomp
 from cluster.messages import Envelope, KvEvents, LoadUpdate, Message, Subscribe, TokenBatch
 from cluster.problem_log import ProblemLog
 from cluster.rpc import MessageEncodingError, RpcError
-from router.kv_index import KvIndex
 from router.policy.plan import WorkerSnapshot
 from router.prompt_hashes import HashGroup, PromptHashes
+from router.state.kv_index import KvIndex, slots_of
 from router.worker_view import Connection, WorkerView
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class ClusterView:
         self._on_dropped = on_dropped
         self._max_vocab_size = max_vocab_size
         self._workers: dict[str, WorkerView] = {}
+        self._free_slots: list[int] = []  # below the largest in use
         self._problems = ProblemLog(logger)
 
     @property
@@ -162,15 +163,13 @@ class ClusterView:
     ) -> tuple[list[WorkerSnapshot], list[WorkerSnapshot]]:
         """The policy's input for one request: decode and prefill workers with their prefix hits."""
         decode, prefill = self.decode_workers(model), self.prefill_workers(model)
-        groups: dict[HashGroup, list[str]] = {}
-        for worker in (*decode, *prefill):
-            groups.setdefault(worker.group, []).append(worker.record.id)
-        hit_blocks: dict[str, int] = {}
-        for group, names in groups.items():
-            hit_blocks.update(self.kv_index.match(hashes.of(group), names))
+        hit_blocks: dict[int, int] = {}  # by slot; the groups' hashes differ, so no worker is hit twice
+        for group in {worker.group for worker in (*decode, *prefill)}:
+            for num_blocks, workers in self.kv_index.match(hashes.of(group)):
+                hit_blocks.update(dict.fromkeys(slots_of(workers), num_blocks))
 
         def snapshot(worker: WorkerView) -> WorkerSnapshot:
-            return worker.snapshot(hit_blocks[worker.record.id] * worker.record.kv_layout.block_size)
+            return worker.snapshot(hit_blocks.get(worker.slot, 0) * worker.record.kv_layout.block_size)
 
         return [snapshot(worker) for worker in decode], [snapshot(worker) for worker in prefill]
 
@@ -199,9 +198,8 @@ class ClusterView:
             self._on_dropped("unexpected_message")
 
     def _apply(self, view: WorkerView, events: KvEvents) -> None:
-        name = view.record.id
         if events.snapshot:
-            self.kv_index.replace(name, events.stored)
+            self.kv_index.replace(view.slot, events.stored)
             view.kv_sequence = events.sequence
         elif view.kv_sequence is None or events.sequence > view.kv_sequence + 1:
             # Changes are missing. What is known may be stale, which is better than nothing until the
@@ -213,8 +211,8 @@ class ClusterView:
             self._on_dropped("old_kv_event")
         else:
             # In this order a block that was evicted and stored again within one event stays.
-            self.kv_index.remove(name, events.removed)
-            self.kv_index.store(name, events.stored)
+            self.kv_index.remove(view.slot, events.removed)
+            self.kv_index.store(view.slot, events.stored)
             view.kv_sequence = events.sequence
 
     def _subscribe(self, view: WorkerView) -> None:
@@ -226,7 +224,8 @@ class ClusterView:
 
     def _add(self, record: WorkerRecord) -> None:
         connection = self._connect(record, self.on_message, lambda: self._disconnected(record))
-        view = WorkerView(record, connection)
+        slot = self._free_slots.pop() if self._free_slots else len(self._workers)
+        view = WorkerView(record, connection, slot)
         self._workers[record.id] = view
         logger.info("worker %s (%s, incarnation %d) joined", record.id, record.role, record.incarnation)
         self._subscribe(view)
@@ -245,7 +244,8 @@ class ClusterView:
         view = self._workers.pop(name)
         logger.info("worker %s (incarnation %d) %s", name, view.record.incarnation, why)
         view.connection.close()
-        self.kv_index.remove_worker(name)
+        self.kv_index.remove_worker(view.slot)
+        self._free_slots.append(view.slot)
 
     def _of(self, role: str, model: str) -> list[WorkerView]:
         return [

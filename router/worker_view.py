@@ -31,9 +31,11 @@ class WorkerView:
     burst within an interval spreads; and the total is never below what this router itself has in flight.
     """
 
-    def __init__(self, record: WorkerRecord, connection: Connection) -> None:
+    def __init__(self, record: WorkerRecord, connection: Connection, slot: int) -> None:
+        """``slot`` is the worker's number in the KV index while it is a member."""
         self.record = record
         self.connection = connection
+        self.slot = slot
         self.group: HashGroup = hash_group(record)
         self.load: LoadReport | None = None
         self.kv_sequence: int | None = None  # of the last KV event applied; None until a snapshot came

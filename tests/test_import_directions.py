@@ -55,6 +55,7 @@ WITHOUT_TORCH = (
 PURE = {  # take data, return data
     "engine/scheduler": {"torch", "time", "datetime", "asyncio", "threading", "socket", "random", "os"},
     "router/policy": {"torch", "time", "datetime", "asyncio", "threading", "socket", "random", "os"},
+    "router/state": {"torch", "time", "datetime", "asyncio", "threading", "socket", "random", "os"},
     "kv_transfer/handoff.py": {"torch", "time", "datetime", "asyncio", "threading", "socket", "random", "os"},
     "kv_transfer/handoff_ledger.py": {"torch", "time", "datetime", "asyncio", "threading", "random", "os"},
 }

@@ -104,6 +104,6 @@ def _worker(services: RouterServices, worker: WorkerView) -> dict[str, Any]:
         "load": load,
         "router": {
             "in_flight": worker.num_in_flight,
-            "kv_blocks_indexed": services.view.kv_index.num_blocks(record.id),
+            "kv_blocks_indexed": services.view.kv_index.num_blocks(worker.slot),
         },
     }

@@ -102,8 +102,9 @@ def _choose_decode_worker(
         raise NoWorkerError(tuple(f"{worker.id} {passed_over[worker.id]}" for worker in workers))
     roomy = [worker for worker in eligible if _has_room(request, worker)]
     if roomy:
+        with_room = {worker.id for worker in roomy}
         for worker in eligible:
-            if worker not in roomy:
+            if worker.id not in with_room:
                 passed_over[worker.id] = "has too few free KV blocks"
         eligible = roomy
     limit = min(worker.num_requests for worker in eligible) * settings.overload_factor
