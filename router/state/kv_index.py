@@ -26,8 +26,8 @@ class KvIndex:
         self.max_blocks = max_blocks
         self.num_evicted = 0  # hashes forgotten because the index was full, since start
         self._holders: dict[BlockHash, int] = {}
-        # Almost all hashes have one of a few sets of holders: equal ones share one int. That only saves memory,
-        # so the table may be emptied at any time.
+        # Almost all hashes have one of a few sets of holders: equal ones share one int. That only saves
+        # memory, so the table may be emptied at any time.
         self._shared_sets: dict[int, int] = {}
         self._blocks: dict[int, set[BlockHash]] = {}  # by slot
 
