@@ -11,11 +11,21 @@ import msgspec
 
 from cluster.kv_layout import KvLayout
 
-PROTOCOL_VERSION = 3  # raised when a message changes meaning; unequal versions are never paired
+PROTOCOL_VERSION = 4  # raised when a message changes meaning; unequal versions are never paired
 
 _ADDRESS_END = 1 << 62
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "both"]
+
+
+def takes_prefills(role: Role) -> bool:
+    """Whether a worker that advertises ``role`` computes prompts for decode workers."""
+    return role != "decode"
+
+
+def takes_requests(role: Role) -> bool:
+    """Whether a worker that advertises ``role`` takes requests from routers and generates their answers."""
+    return role != "prefill"
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +70,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     incarnation: int  # larger after each restart; time.time_ns() at start
-    role: Role
+    role: Role  # what it takes now; every worker can take either, see ``role_epoch``
     pid: int
     host: str
     address: str  # where it takes messages; see check_address
@@ -68,6 +78,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelIdentity
     kv_layout: KvLayout
     endpoints: tuple[TransportEndpoint, ...]  # by rank
+    role_epoch: int = 0  # counts the changes of ``role`` in this incarnation
     process: str = ""  # cluster.process_identity.own_process()
     protocol_version: int = PROTOCOL_VERSION
     started_at: float = 0.0  # unix seconds

@@ -1,7 +1,8 @@
 """Every message that one process sends another, as msgspec structs in MessagePack.
 
-The router talks to decode workers, decode workers to prefill workers. Answers go back over the same ZeroMQ
-connection. A prefill worker's seal is the exception: it travels as a NIXL notification, behind the data.
+Routers talk to workers in their decode role, and these to workers in their prefill role. Answers go back
+over the same ZeroMQ connection. A prefill's seal is the exception:
+it travels as a NIXL notification, behind the data.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from cluster.load import LoadReport
+from cluster.members import Role
 from cluster.sequence_spec import RequestKey, SequenceSpec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -93,16 +95,23 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True, tag="sealed"):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Stop this request. Router → decode worker, and decode worker → prefill worker."""
+    """Router → decode worker: stop this request."""
 
     key: RequestKey
     reason: str = "client"
 
 
+class CancelPrefill(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_prefill"):
+    """Decode worker → prefill worker: stop this prompt, and say so with ``HandoffFenced``."""
+
+    key: RequestKey
+    reason: str
+
+
 class HandoffFenced(msgspec.Struct, frozen=True, kw_only=True, tag="fenced"):
     """Prefill worker → decode worker: I have stopped, and will never again write into your blocks.
 
-    ``error`` is set where the prefill failed on its own, and None where it answers a Cancel.
+    ``error`` is set where the prefill failed on its own, and None where it answers a CancelPrefill.
     """
 
     key: RequestKey
@@ -173,11 +182,18 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
     """Router → worker, on an operator's order: take no new work, finish what runs, then exit."""
 
 
+class SetRole(msgspec.Struct, frozen=True, kw_only=True, tag="set_role"):
+    """Router → worker, on an operator's order: take new work of this role only, and finish what you have."""
+
+    role: Role
+
+
 Message = (
     Generate
     | Prefill
     | Sealed
     | Cancel
+    | CancelPrefill
     | HandoffFenced
     | HandoffProgress
     | TokenBatch
@@ -185,6 +201,7 @@ Message = (
     | KvEvents
     | LoadUpdate
     | Drain
+    | SetRole
 )
 
 

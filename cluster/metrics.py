@@ -9,7 +9,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from cluster.load import LoadReport
-from cluster.members import Role
+from cluster.members import Role, takes_prefills, takes_requests
 from cluster.messages import RequestTimings
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 2.0, 5.0)
@@ -88,12 +88,12 @@ _PHASES = ("queue", "prefill_queue", "prefill", "transfer", "activate")
 class WorkerMetrics:
     """One set of metrics per worker process, in a registry of its own."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         prefix = "leadout_worker_"
         self._last = LoadReport()
-        self._state = Gauge(prefix + "state", "1 for the current state", ["role", "state"], registry=registry)
-        self._role = role
+        self._state = Gauge(prefix + "state", "1 for the current state", ["state"], registry=registry)
+        self._role = Gauge(prefix + "role", "1 for what new work it takes", ["takes"], registry=registry)
         self._gauges = [
             (attrgetter(field), Gauge(prefix + name, text, registry=registry))
             for name, (field, text) in _GAUGES.items()
@@ -192,7 +192,7 @@ class WorkerMetrics:
     def set_load(self, load: LoadReport) -> None:
         """Take over a load report."""
         for state in ("starting", "ready", "draining"):
-            self._state.labels(self._role, state).set(load.state == state)
+            self._state.labels(state).set(load.state == state)
         for value_of, gauge in self._gauges:
             gauge.set(value_of(load))
         for value_of, counter in self._counters:
@@ -206,6 +206,11 @@ class WorkerMetrics:
             self._link_gbps.labels(link.peer, "probe").set(link.probe_gbps)
             self._link_gbps.labels(link.peer, "writes").set(link.gbps)
         self._last = load
+
+    def set_role(self, role: Role) -> None:
+        """What the worker advertises now."""
+        self._role.labels("requests").set(takes_requests(role))
+        self._role.labels("prefills").set(takes_prefills(role))
 
     def set_dropped(self, totals: Mapping[str, int]) -> None:
         """Take over the numbers of dropped messages since the start, by reason."""

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -35,6 +36,15 @@ _AnyRecord = TypeVar("_AnyRecord", WorkerRecord, RouterRecord)
 _CALL_TIMEOUT_S = 2.0
 _FIRST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 2.0
+
+
+@dataclass(eq=False, slots=True)
+class _Lease:
+    """One record of this process that is renewed; ``update`` replaces it."""
+
+    record: Record
+    task: asyncio.Task[None] | None = None
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)  # an older state must not be written last
 
 
 class RegistryUnavailableError(LeadoutError):
@@ -66,7 +76,7 @@ class Registry:
         self._put = self._client.register_script(PUT)
         self._delete = self._client.register_script(DELETE)
         self._list = self._client.register_script(LIST)
-        self._renewals: dict[str, asyncio.Task[None]] = {}
+        self._leases: dict[str, _Lease] = {}
         self._view = Members()
         self._epoch = b""
         self._last_contact = self._clock.monotonic()
@@ -83,12 +93,23 @@ class Registry:
 
         Raises RegistryUnavailableError and StaleIncarnationError.
         """
+        lease = self._leases.get(self._key(record))
+        if lease is not None:
+            await self.update(record)
+            return
         await self.renew(record)
-        key = self._key(record)
-        if key not in self._renewals:
-            self._renewals[key] = asyncio.create_task(
-                self._keep_renewing(record), name=f"lease of {record.id}"
-            )
+        lease = self._leases[self._key(record)] = _Lease(record)
+        lease.task = asyncio.create_task(self._keep_renewing(lease), name=f"lease of {record.id}")
+
+    async def update(self, record: Record) -> None:
+        """Replace the registered record of the same id by a newer state of it.
+
+        Raises as ``register`` does; the next renewals write it all the same while the server does not answer.
+        """
+        lease = self._leases[self._key(record)]
+        lease.record = record
+        async with lease.writing:
+            await self.renew(lease.record)
 
     async def renew(self, record: Record) -> None:
         """Write the record with a fresh lease, once. Raises as ``register`` does."""
@@ -107,11 +128,11 @@ class Registry:
 
     async def withdraw(self, record: Record) -> None:
         """Remove the record, unless a newer incarnation has replaced it. Raises RegistryUnavailableError."""
-        renewal = self._renewals.pop(self._key(record), None)
-        if renewal is not None:
-            renewal.cancel()
+        lease = self._leases.pop(self._key(record), None)
+        if lease is not None and lease.task is not None:
+            lease.task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await renewal
+                await lease.task
         await self._call(
             self._delete(
                 keys=[self._key(record), self._ids(record), self._channel],
@@ -139,7 +160,9 @@ class Registry:
         known = self._view if now < self._absence_counts_from else Members()
         ignored = {key.decode(errors="replace"): "it has another type" for key in odd_keys}
         self._view = Members(
-            workers=_merge(known.workers, _read_all(workers, WorkerRecord, ignored)),
+            workers=_merge(
+                known.workers, _newest(self._view.workers, _read_all(workers, WorkerRecord, ignored))
+            ),
             routers=_merge(known.routers, _read_all(routers, RouterRecord, ignored)),
         )
         for key, reason in ignored.items():
@@ -177,10 +200,11 @@ class Registry:
 
     async def close(self) -> None:
         """Stop renewing and disconnect. Records that were not withdrawn end with their lease."""
-        for renewal in self._renewals.values():
+        renewals = [lease.task for lease in self._leases.values() if lease.task is not None]
+        for renewal in renewals:
             renewal.cancel()
-        await asyncio.gather(*self._renewals.values(), return_exceptions=True)
-        self._renewals.clear()
+        await asyncio.gather(*renewals, return_exceptions=True)
+        self._leases.clear()
         await self._client.aclose()
 
     async def _wait_for_change(self, subscription: redis.client.PubSub) -> None:
@@ -192,14 +216,16 @@ class Registry:
             if message is not None and message["type"] == "message":
                 return
 
-    async def _keep_renewing(self, record: Record) -> None:
+    async def _keep_renewing(self, lease: _Lease) -> None:
+        name = lease.record.id
         while True:
             await asyncio.sleep(self._heartbeat_s)
             try:
-                await self.renew(record)
-                self._problems.over(record.id, "the lease of %s is renewed again", record.id)
+                async with lease.writing:
+                    await self.renew(lease.record)
+                self._problems.over(name, "the lease of %s is renewed again", name)
             except RegistryUnavailableError as error:
-                self._problems.report(record.id, "could not renew the lease of %s: %s", record.id, error)
+                self._problems.report(name, "could not renew the lease of %s: %s", name, error)
             except StaleIncarnationError as error:
                 logger.error("%s", error)
                 self.superseded.set()
@@ -252,6 +278,20 @@ def _read_all(entries: list[bytes], kind: type[_AnyRecord], ignored: dict[str, s
         else:
             records.append(record)
     return records
+
+
+def _newest(seen: tuple[WorkerRecord, ...], read: list[WorkerRecord]) -> list[WorkerRecord]:
+    """What was read, but no role older than one seen: a write that took too long may come after a newer one.
+
+    The next renewal puts that right on the server.
+    """
+    by_id = {record.id: record for record in seen}
+    newest = []
+    for record in read:
+        known = by_id.get(record.id, record)
+        is_older = known.incarnation == record.incarnation and known.role_epoch > record.role_epoch
+        newest.append(known if is_older else record)
+    return newest
 
 
 def _merge(known: tuple[_AnyRecord, ...], current: list[_AnyRecord]) -> tuple[_AnyRecord, ...]:

@@ -34,6 +34,11 @@ class WorkerMembership:
         await self._registry.register(record)
         self._watch_task = asyncio.create_task(self._watch(), name="registry watch")
 
+    async def update(self, record: WorkerRecord) -> None:
+        """Show the others a newer state of this worker. Raises the registry's errors; see Registry.update."""
+        self._record = record
+        await self._registry.update(record)
+
     async def withdraw(self) -> None:
         """Leave the registry: no new work comes. Failures are logged: the lease ends it too."""
         if self._watch_task is not None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from cluster.clock import Clock
 from cluster.load import LoadReport
 from cluster.malformed import MalformedMessage
-from cluster.members import Members
-from cluster.messages import Drain, KvEvents, LoadUpdate, Message, Subscribe
+from cluster.members import Members, Role
+from cluster.messages import Drain, KvEvents, LoadUpdate, Message, SetRole, Subscribe
 from cluster.network import Network
 from cluster.problem_log import ProblemLog
 
@@ -39,12 +39,13 @@ class WorkerShell:
         on_message: Callable[[str, int, Message], None],
         on_router_lost: Callable[[str, int], None],
         on_drain: Callable[[], None],
+        on_set_role: Callable[[Role], None],
         on_malformed: Callable[[str, int, MalformedMessage], None] = lambda peer, incarnation, message: None,
     ) -> None:
         """``on_message(peer, incarnation, message)`` gets what the shell does not handle itself,
         ``on_malformed`` a request's message that could not be read.
 
-        ``on_drain``: an operator wants this process to finish and end.
+        ``on_drain``: an operator wants this process to finish and end; ``on_set_role``: to change its role.
         """
         self._lease_s = lease_s
         self._clock = clock
@@ -52,6 +53,7 @@ class WorkerShell:
         self._on_message = on_message
         self._on_router_lost = on_router_lost
         self._on_drain = on_drain
+        self._on_set_role = on_set_role
         self._server = network.listen(self._receive, on_malformed)
         self._subscribers: dict[str, _Subscriber] = {}
         self._registered_routers: frozenset[tuple[str, int]] = frozenset()
@@ -124,6 +126,9 @@ class WorkerShell:
         elif isinstance(message, Drain):
             logger.info("%s asks this worker to drain", peer)
             self._on_drain()
+        elif isinstance(message, SetRole):
+            logger.info("%s asks this worker to take the role %s", peer, message.role)
+            self._on_set_role(message.role)
         else:
             self._on_message(peer, incarnation, message)
 

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeWorker:
-    """The decode role. Every method runs in the worker's event loop; the engine runs in its own thread.
+    """A worker's decode role. Every method runs in its event loop; the engine runs in its own thread.
 
     A request ends when its last token or error was sent, when its router cancels it or is lost, or at its
     deadline. Whatever still can write into its blocks is then fenced before they are used again. If its
@@ -56,7 +56,7 @@ class DecodeWorker:
         self._problems = ProblemLog(logger, runtime.clock)
         self._requests = RequestTable()
         self._over: RecentKeys[RequestKey] = RecentKeys()
-        self._is_draining = False
+        self._is_draining = False  # or not advertised, which comes to the same
         self._links = PrefillLinks(
             runtime.network, on_message=self._on_link_message, on_unreachable=self._on_link_broken
         )
@@ -82,6 +82,10 @@ class DecodeWorker:
     def drain(self) -> None:
         """Refuse new requests from now on; those in hand go on."""
         self._is_draining = True
+
+    def resume(self) -> None:
+        """Take new requests again."""
+        self._is_draining = False
 
     def abandon(self, reason: str) -> None:
         """End what is in hand with an error on which the routers move it to other workers."""
@@ -133,13 +137,12 @@ class DecodeWorker:
         self._remote_prefills.on_sealed(sealed)
 
     def on_peer_connected(self, peer: Peer, record: WorkerRecord) -> None:
-        """If it is a prefill worker, it can be asked for prompts now."""
-        if record.role == "prefill":
-            self._links.open(peer, record)
+        """It can be asked for prompts now."""
+        self._links.add(peer, record)
 
     def on_peer_lost(self, peer: Peer) -> None:
-        """A prefill worker is gone and its agent is removed here: it cannot write any more."""
-        self._links.close(peer)
+        """A worker is gone and its agent is removed here: it cannot write any more."""
+        self._links.remove(peer)
         self._remote_prefills.on_peer_lost(peer)
 
     def on_router_lost(self, router: str, incarnation: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cluster.members import Peer
 from cluster.messages import (
-    Cancel,
+    CancelPrefill,
     HandoffFenced,
     HandoffProgress,
     Prefill,
@@ -20,7 +20,7 @@ from cluster.messages import (
 from cluster.rpc import RpcError
 from cluster.sequence_spec import RequestKey
 from decode_worker.prefill_links import PrefillLinks
-from decode_worker.request_table import DecodeRequest
+from decode_worker.request_table import DecodeRequest, engine_id
 from engine.step_result import Reservation
 from kv_transfer.handoff import FENCEABLE_STATES, Handoff, HandoffEvent, HandoffState
 from kv_transfer.handoff_ledger import HandoffLedger
@@ -260,7 +260,7 @@ class RemotePrefills:
         if self.ledger.get(key) is not None:
             self._cancel_sent_at[key] = self._clock.unix()
         with contextlib.suppress(RpcError):  # it is repeated, until the peer answers or is gone
-            self._links.send(peer, Cancel(key=key, reason=reason))
+            self._links.send(peer, CancelPrefill(key=key, reason=reason))
 
     def _land(self, handoff: Handoff, num_landed_blocks: int, num_bytes: int) -> None:
         """``num_bytes`` have landed in all; what comes late says less than is known."""
@@ -274,14 +274,14 @@ class RemotePrefills:
 
     def _end_fenced(self, handoff: Handoff, proof: HandoffEvent) -> None:
         self._end(handoff, proof)
-        self._runtime.engine.run(lambda engine: engine.release_quarantined(str(handoff.key)))
+        self._runtime.engine.run(lambda engine: engine.release_quarantined(engine_id(handoff.key)))
 
     def _end(self, handoff: Handoff, event: HandoffEvent) -> None:
         self._advance(handoff, event)
         self.ledger.close(handoff.key)
         self._wanted.pop(handoff.key, None)
         self._cancel_sent_at.pop(handoff.key, None)
-        self._transport.stop_expecting(str(handoff.key))
+        self._transport.stop_expecting(engine_id(handoff.key))
 
     def _advance(self, handoff: Handoff, event: HandoffEvent) -> Handoff:
         return self.ledger.transition(handoff.key, event, self._clock.unix())

@@ -38,7 +38,12 @@ class DecodeRequest:
     @property
     def engine_id(self) -> str:
         """The request's id inside the engine: another attempt is another sequence."""
-        return str(self.key)
+        return engine_id(self.key)
+
+
+def engine_id(key: RequestKey) -> str:
+    """The engine's id for one attempt of a router's request; no other role's ids look like it."""
+    return f"decode/{key}"
 
 
 @dataclass(slots=True)

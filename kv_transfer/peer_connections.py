@@ -99,9 +99,7 @@ class PeerConnections:
             if connection.is_known_to_hang:
                 connection.is_known_to_hang = False
                 record = connection.record
-                self._problems.over(
-                    ("absent", connection.peer), "%s worker %s is back", record.role, record.id
-                )
+                self._problems.over(("absent", connection.peer), "worker %s is back", record.id)
             if connection.state == "connected" and not connection.is_announced:
                 self._announce(connection)
         for worker_id, record in wanted.items():
@@ -147,7 +145,7 @@ class PeerConnections:
         error = future.exception()
         if error is None:
             connection.state, connection.was_connected = "connected", True
-            logger.info("connected to %s worker %s", connection.record.role, connection.record.id)
+            logger.info("connected to worker %s", connection.record.id)
             if self._is_registered(connection):
                 self._announce(connection)
             return
@@ -193,9 +191,8 @@ class PeerConnections:
             connection.is_known_to_hang, connection.is_announced = True, False
             self._problems.report(
                 ("absent", connection.peer),
-                "%s worker %s has lost its lease, but is not known to be dead: blocks that it may still "
+                "worker %s has lost its lease, but is not known to be dead: blocks that it may still "
                 "write stay in quarantine",
-                connection.record.role,
                 connection.record.id,
             )
 
@@ -210,7 +207,7 @@ class PeerConnections:
 
     def _leave(self, connection: _Connection) -> None:
         connection.state, connection.was_connected = "leaving", True  # as good as: its agent may be loaded
-        logger.info("%s worker %s has left", connection.record.role, connection.record.id)
+        logger.info("worker %s has left", connection.record.id)
         future = self._transport.remove_peer(connection.peer)
         future.add_done_callback(lambda done: self._post(lambda: self._leave_done(connection, done)))
 

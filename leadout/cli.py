@@ -17,6 +17,7 @@ import yaml
 
 from cluster.config.settings import ConfigError, LeadoutConfig, load_config
 from cluster.errors import LeadoutError
+from cluster.members import Role
 from leadout.errors import UserError
 
 
@@ -276,6 +277,24 @@ def drain(
     from leadout.drain import run_drain
 
     raise typer.Exit(run_drain(_base_url(url), worker, wait_s=wait, force=force))
+
+
+@app.command()
+def flip(
+    worker: Annotated[str, typer.Argument(help="The worker's id, as `leadout status` shows it.")],
+    role: Annotated[Role, typer.Argument(help="What it takes from now on.")],
+    url: Url = DEFAULT_URL,
+    wait: Annotated[
+        float, typer.Option(help="Follow it for at most so many seconds; 0: only give the order.", min=0)
+    ] = 600.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if nobody else takes what it gives up.")
+    ] = False,
+) -> None:
+    """Change a worker's role without starting it anew. Exit status 1 if it has not finished in time."""
+    from leadout.flip import run_flip
+
+    raise typer.Exit(run_flip(_base_url(url), worker, role, wait_s=wait, force=force))
 
 
 @app.command()

@@ -30,7 +30,7 @@ def metrics_markdown() -> str:
         [
             _METRICS_INTRODUCTION,
             _table("Router", RouterMetrics().registry),
-            _table("Workers", WorkerMetrics("decode").registry),
+            _table("Workers", WorkerMetrics().registry),
         ]
     )
 

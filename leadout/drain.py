@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 
-import httpx
-
-from leadout.errors import UserError
 from leadout.status import fetch_state
+from leadout.worker_orders import order_worker
 
 _POLL_S = 0.5
 
@@ -20,7 +18,7 @@ def run_drain(url: str, worker: str, *, wait_s: float, force: bool = False) -> i
     Returns 0 once it has left (or at once where ``wait_s`` is 0), 1 if it has not in time. Raises UserError
     if there is no such worker or no router, and for the last worker of its role.
     """
-    incarnation = _ask(url, worker, force)
+    incarnation = order_worker(url, worker, "drain", {"force": force})
     if wait_s <= 0:
         print(f"{worker} drains")
         return 0
@@ -42,16 +40,3 @@ def run_drain(url: str, worker: str, *, wait_s: float, force: bool = False) -> i
         time.sleep(_POLL_S)
     print(f"{worker} has not left after {wait_s:g} s; it goes on draining")
     return 1
-
-
-def _ask(url: str, worker: str, force: bool) -> int:
-    """Send the order; returns the incarnation of the worker that got it."""
-    try:
-        address = httpx.URL(url).copy_with(path=f"/cluster/workers/{worker}/drain")
-        response = httpx.post(address, json={"force": force}, timeout=10, trust_env=False)
-        body = response.json()
-        if response.status_code != 202:
-            raise UserError(str(body["error"]["message"]))
-        return int(body["incarnation"])
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"no Leadout router answers at {url}: {error}") from None

@@ -57,5 +57,5 @@ class UnconnectedPrefill:
 
 
 def engine_id(decode_worker: str, key: RequestKey) -> str:
-    """The engine's id for one attempt of a decode worker's request."""
-    return f"{decode_worker}/{key}"
+    """The engine's id for one attempt of a decode worker's request; no other role's ids look like it."""
+    return f"prefill/{decode_worker}/{key}"

@@ -10,7 +10,7 @@ import msgspec
 
 from cluster.malformed import UNDECODABLE, MalformedMessage
 from cluster.members import Peer, WorkerRecord
-from cluster.messages import Cancel, HandoffFenced, Message, Prefill, RequestError, RequestTimings
+from cluster.messages import CancelPrefill, HandoffFenced, Message, Prefill, RequestError, RequestTimings
 from cluster.recent_keys import RecentKeys
 from engine.new_request import NewRequest
 from engine.scheduler.errors import is_refusal
@@ -30,7 +30,7 @@ _CONNECT_WAIT_S = 5.0  # a decode worker that has just registered may ask before
 
 
 class PrefillWorker:
-    """The prefill role. Every method runs in the worker's event loop; the engine runs in its own thread.
+    """A worker's prefill role. Every method runs in its event loop; the engine runs in its own thread.
 
     Each accepted ``Prefill`` ends in exactly one answer: a seal, sent behind the data after the last write
     has landed, or ``HandoffFenced`` after the last write that was under way has ended. Until then its blocks
@@ -68,6 +68,10 @@ class PrefillWorker:
         """Refuse new prompts from now on; those in hand go on."""
         self._is_draining = True
 
+    def resume(self) -> None:
+        """Take new prompts again."""
+        self._is_draining = False
+
     def abandon(self, reason: str) -> None:
         """Stop what is in hand, and say so; others will compute it."""
         message = f"worker {self._own.worker_id} ends: {reason}"
@@ -89,7 +93,7 @@ class PrefillWorker:
                     received_at=self._clock.monotonic(),
                 )
             )
-        elif isinstance(message, Cancel):
+        elif isinstance(message, CancelPrefill):
             self._cancelled(sender, incarnation, message)
         else:
             self._events.dropped("unexpected")
@@ -281,7 +285,7 @@ class PrefillWorker:
                 if request.peer.worker_id == worker:
                     self._fail(request, "unreachable", f"the connection to {worker} broke")
 
-    def _cancelled(self, sender: str, incarnation: int, cancel: Cancel) -> None:
+    def _cancelled(self, sender: str, incarnation: int, cancel: CancelPrefill) -> None:
         request = self._requests.get(engine_id(sender, cancel.key))
         if request is not None:
             if request.peer.incarnation == incarnation:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from router.api import health
 from router.api.chat import chat_completions
-from router.api.cluster import DrainRequest, cluster_state, drain_worker
+from router.api.cluster import DrainRequest, FlipRequest, cluster_state, drain_worker, flip_worker
 from router.api.completions import completions
 from router.api.errors import ApiError, ClientDisconnectedError
 from router.api.models import get_model, list_models
@@ -69,6 +69,12 @@ def create_app(
         check_operator(request, allowed_hosts)
         body = parse_body(await read_body(request, services.config), DrainRequest)
         return drain_worker(services, worker, force=body.force)
+
+    @app.post("/cluster/workers/{worker}/role", status_code=202, openapi_extra=body_schema(FlipRequest))
+    async def post_role(worker: str, request: Request) -> dict[str, Any]:
+        check_operator(request, allowed_hosts)
+        body = parse_body(await read_body(request, services.config), FlipRequest)
+        return flip_worker(services, worker, body.role, force=body.force)
 
     @app.get("/health")
     async def get_health() -> dict[str, Any]:

@@ -6,7 +6,15 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.members import PROTOCOL_VERSION, RouterRecord, WorkerRecord, incompatibility
+from cluster.members import (
+    PROTOCOL_VERSION,
+    Role,
+    RouterRecord,
+    WorkerRecord,
+    incompatibility,
+    takes_prefills,
+    takes_requests,
+)
 from cluster.messages import Envelope, KvEvents, LoadUpdate, Message, Subscribe, TokenBatch
 from cluster.problem_log import ProblemLog
 from cluster.rpc import MessageEncodingError, RpcError
@@ -76,11 +84,11 @@ class ClusterView:
 
     def decode_workers(self, model: str) -> list[WorkerView]:
         """The decode workers of ``model``, whatever their state."""
-        return self._of("decode", model)
+        return self._of(takes_requests, model)
 
     def prefill_workers(self, model: str) -> list[WorkerView]:
         """The prefill workers of ``model``, whatever their state."""
-        return self._of("prefill", model)
+        return self._of(takes_prefills, model)
 
     def models(self, *, ready: bool) -> list[str]:
         """Names of the models that a decode worker serves; with ``ready``, that one serves now."""
@@ -88,7 +96,7 @@ class ClusterView:
             {
                 worker.record.model.name
                 for worker in self._workers.values()
-                if worker.record.role == "decode" and (worker.is_ready or not ready)
+                if takes_requests(worker.record.role) and (worker.is_ready or not ready)
             }
         )
 
@@ -108,7 +116,9 @@ class ClusterView:
                 known = None
             if known is not None and record.incarnation < known.record.incarnation:
                 self._on_dropped("old_incarnation")
-            elif known is None:
+            elif known is not None:
+                known.take_over(record)
+            else:
                 try:
                     self._add(record)
                 except RpcError as error:  # tried again with the next list
@@ -247,11 +257,11 @@ class ClusterView:
         self.kv_index.remove_worker(view.slot)
         self._free_slots.append(view.slot)
 
-    def _of(self, role: str, model: str) -> list[WorkerView]:
+    def _of(self, takes: Callable[[Role], bool], model: str) -> list[WorkerView]:
         return [
             worker
             for worker in self.workers
-            if worker.record.role == role and worker.record.model.name == model
+            if takes(worker.record.role) and worker.record.model.name == model
         ]
 
     def _usable(self, workers: Sequence[WorkerRecord]) -> tuple[dict[str, WorkerRecord], list[Incompatible]]:
@@ -283,12 +293,14 @@ class ClusterView:
     def _pair_up(self) -> list[Incompatible]:
         """Work out each decode worker's compatible prefill workers; return the pairs that are not."""
         incompatible: list[Incompatible] = []
-        prefill = [worker for worker in self.workers if worker.record.role == "prefill"]
+        prefill = [worker for worker in self.workers if takes_prefills(worker.record.role)]
         for decode in self.workers:
-            if decode.record.role != "decode":
+            if not takes_requests(decode.record.role):
                 continue
             peers: set[str] = set()
             for worker in prefill:
+                if worker is decode:
+                    continue
                 reason = incompatibility(decode.record, worker.record)
                 if reason is None:
                     peers.add(worker.record.id)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 from cluster.load import LoadReport
-from cluster.members import WorkerRecord
+from cluster.members import WorkerRecord, takes_requests
 from cluster.messages import Message
 from cluster.sequence_spec import RequestKey
 from router.policy.plan import WorkerSnapshot
 from router.prompt_hashes import HashGroup, hash_group
+
+logger = logging.getLogger(__name__)
 
 
 class Connection(Protocol):
@@ -69,6 +72,12 @@ class WorkerView:
         """Requests of this router on this worker."""
         return len(self._requests)
 
+    def take_over(self, record: WorkerRecord) -> None:
+        """Another state of the same incarnation: its role may have changed."""
+        if record.role != self.record.role:
+            logger.info("worker %s was %s and is %s", record.id, self.record.role, record.role)
+        self.record = record
+
     def report(self, load: LoadReport) -> None:
         """Take a new load report, which includes all dispatches so far."""
         self.load = load
@@ -100,7 +109,7 @@ class WorkerView:
         load = self.load or LoadReport()
         queue = load.queue
         reported = queue.running + queue.waiting + queue.waiting_for_remote_kv
-        if self.record.role == "prefill":
+        if not takes_requests(self.record.role):
             own, unreported = len(self._prefills), len(self._unreported_prefills)
         else:
             own, unreported = len(self._requests), len(self._unreported_requests)

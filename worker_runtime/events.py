@@ -27,6 +27,10 @@ class WorkerEvents(Protocol):
         """A prefill worker was not heard of for a lease."""
         ...
 
+    def router_lost(self) -> None:
+        """A router was not heard of for a lease."""
+        ...
+
     def corrupt(self) -> None:
         """A handoff brought blocks that are not what was sent."""
         ...

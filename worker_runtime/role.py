@@ -28,6 +28,10 @@ class WorkerRole(Protocol):
         """Refuse new work from now on; what is in hand goes on."""
         ...
 
+    def resume(self) -> None:
+        """Take new work again."""
+        ...
+
     def abandon(self, reason: str) -> None:
         """End what is in hand, so that others can take it over."""
         ...

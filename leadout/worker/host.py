@@ -1,4 +1,4 @@
-"""Hosts one worker role on an engine: wires engine, transport, cluster and role together and runs them."""
+"""Hosts a worker in this process: opens what it stands on, drives it, and ends it in good order."""
 
 from __future__ import annotations
 
@@ -15,32 +15,24 @@ from collections.abc import Callable
 from cluster.clock import Clock
 from cluster.config.settings import LeadoutConfig
 from cluster.load import LoadReport, WorkerState
-from cluster.malformed import MalformedMessage
 from cluster.members import Members, ModelIdentity, Peer, Role, WorkerRecord
-from cluster.messages import Message
 from cluster.metrics import WorkerMetrics
 from cluster.problem_log import ProblemLog
 from cluster.process_identity import LivenessProbe, own_process
-from cluster.registry import Registry, RegistryUnavailableError
+from cluster.registry import Registry, RegistryUnavailableError, StaleIncarnationError
 from cluster.rpc import ZmqNetwork
 from cluster.signals import on_signal
 from cluster.worker_membership import WorkerMembership
-from cluster.worker_shell import WorkerShell
-from decode_worker.decode_worker import DecodeWorker
 from engine.create_engine import CreatedEngine
 from engine.engine_commands import EngineCommands
 from engine.engine_loop import EngineLoop
 from engine.step_result import StepResult
 from kv_transfer.nixl.transport import NixlTransport
-from kv_transfer.peer_connections import PeerConnections
 from kv_transfer.transport import Transport
 from kv_transfer.verification import BlockVerifier
-from leadout.worker.load_report import load_report
+from leadout.worker.hosted_worker import HostedWorker
 from leadout.worker.metric_events import MetricEvents
 from model_files.model_source import ModelSource
-from prefill_worker.prefill_worker import PrefillWorker
-from worker_runtime.role import WorkerRole
-from worker_runtime.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +57,7 @@ class WorkerHost:
         clock: Clock,
     ) -> None:
         self._config = config
-        self._role_name: Role = role
+        self._role: Role = role  # when it starts
         self._created = created
         self._source = source
         self._clock = clock
@@ -73,7 +65,7 @@ class WorkerHost:
         self._state: WorkerState = "starting"
         self._stop = asyncio.Event()
         self._wake = asyncio.Event()  # something happened, or the process is to stop
-        self._has_members = False
+        self._changed = asyncio.Event()  # the record, since it was written into the registry
         self._slow_links: set[str] = set()  # peers
 
     async def run(self) -> int:
@@ -86,16 +78,17 @@ class WorkerHost:
         for number in (signal.SIGTERM, signal.SIGINT):
             on_signal(number, self._on_signal)
         async with contextlib.AsyncExitStack() as opened:
-            record = await self._open(opened)
+            await self._open(opened)
             self._engine_loop.start()
-            await self._register(record)
-            logger.info("%s worker %s serves %s", record.role, record.id, record.model.name)
+            await self._register()
+            record = self._worker.record
+            logger.info("worker %s (%s) serves %s", record.id, record.role, record.model.name)
             return await self._serve()
 
-    async def _open(self, opened: contextlib.AsyncExitStack) -> WorkerRecord:
+    async def _open(self, opened: contextlib.AsyncExitStack) -> None:
         """Build and wire all parts; ``opened`` closes them, the last first."""
         config, created = self._config, self._created
-        self._metrics = WorkerMetrics(self._role_name)
+        self._metrics = WorkerMetrics()
         opened.callback(self._metrics.close)
         self._registry = Registry(config.registry, self._clock)
         opened.push_async_callback(self._registry.close)
@@ -124,62 +117,39 @@ class WorkerHost:
             clock=self._clock,
         )
         opened.push_async_callback(asyncio.to_thread, self._engine_loop.stop)
-        network = ZmqNetwork(self._own.worker_id, self._own.incarnation)
-        self._shell = WorkerShell(
-            network,
-            self._clock,
-            lease_s=config.registry.lease_ms / 1000,
-            on_message=self._on_message,
-            on_malformed=self._on_malformed,
-            on_router_lost=self._on_router_lost,
-            on_drain=self._on_signal,
-        )
-        opened.push_async_callback(self._shell.close)
-        self._membership = WorkerMembership(self._registry, self._clock, self._on_members)
-        opened.push_async_callback(self._membership.withdraw)
-        record = await self._make_record()
-        self._connections = PeerConnections(
-            self._transport,
-            record,
-            post=self._post,
-            check_gone=lambda one: asyncio.run_coroutine_threadsafe(self._probe.is_gone(one), self._loop),
-            on_connected=self._on_peer_connected,
-            on_lost=self._on_peer_lost,
-        )
-        runtime = WorkerRuntime(
-            own=self._own,
-            block_size=created.kv_layout.block_size,
-            lease_s=config.registry.lease_ms / 1000,
-            heartbeat_s=config.registry.heartbeat_ms / 1000,
-            max_stall_s=config.registry.max_stall_s,
+        self._worker = HostedWorker(
+            self._make_record(),
+            registry=config.registry,
             clock=self._clock,
+            network=ZmqNetwork(self._own.worker_id, self._own.incarnation),
             engine=EngineCommands(self._engine_loop, self._post),
             transport=self._transport,
             verifier=verifier,
-            peers=self._connections,
-            network=network,
-            send=self._shell.send,
+            events=MetricEvents(self._metrics),
             post=self._post,
+            check_gone=lambda one: asyncio.run_coroutine_threadsafe(self._probe.is_gone(one), self._loop),
+            on_changed=lambda record: self._changed.set(),
+            on_drain=self._on_signal,
+            on_activity=self._wake.set,
         )
-        role_type = PrefillWorker if self._role_name == "prefill" else DecodeWorker
-        self._role: WorkerRole = role_type(runtime, MetricEvents(self._metrics))
-        opened.callback(self._role.close)
+        opened.push_async_callback(self._worker.close)
+        self._membership = WorkerMembership(self._registry, self._clock, self._on_members)
+        opened.push_async_callback(self._membership.withdraw)
+        await self._worker.bind(f"tcp://{config.worker.host}:{config.worker.port}")
         self._transport.on_notification(
-            lambda payload: self._post(functools.partial(self._role.on_notification, payload))
+            lambda payload: self._post(functools.partial(self._worker.on_notification, payload))
         )
-        return record
 
-    async def _make_record(self) -> WorkerRecord:
+    def _make_record(self) -> WorkerRecord:
         worker, created = self._config.worker, self._created
-        metrics_address = self._metrics.serve(worker.host, worker.metrics_port)
         return WorkerRecord(
             id=self._own.worker_id,
             incarnation=self._own.incarnation,
-            role=self._role_name,
+            role=self._role,
             pid=os.getpid(),
             host=socket.gethostname(),
-            address=await self._shell.bind(f"tcp://{worker.host}:{worker.port}"),
-            metrics_address=metrics_address,
+            address="",  # see HostedWorker.bind
+            metrics_address=self._metrics.serve(worker.host, worker.metrics_port),
             model=ModelIdentity(
                 name=self._config.model.served_name or self._source.default_name,
                 source=self._config.model.source,
@@ -196,12 +166,12 @@ class WorkerHost:
             started_at=self._clock.unix(),
         )
 
-    async def _register(self, record: WorkerRecord) -> None:
+    async def _register(self) -> None:
         give_up_at = self._clock.monotonic() + _REGISTRY_WAIT_S
         problems = ProblemLog(logger, self._clock)
         while True:
             try:
-                await self._membership.register(record)
+                await self._membership.register(self._worker.record)
                 return
             except RegistryUnavailableError as error:
                 if self._stop.is_set() or self._clock.monotonic() > give_up_at:
@@ -213,6 +183,7 @@ class WorkerHost:
         """Until asked to stop; the exit status. Does not wait for the engine, whose steps may be long."""
         interval_s = self._config.worker.load_report_ms / 1000
         reporting = asyncio.create_task(self._report())
+        advertising = asyncio.create_task(self._advertise_changes())
         try:
             while not self._stop.is_set() and not self._registry.superseded.is_set():
                 self._tick()
@@ -220,15 +191,29 @@ class WorkerHost:
                     if not reporting.result():
                         return 1
                     reporting = asyncio.create_task(self._report())
-                is_idle = self._engine_loop.is_idle and not self._role.num_active
+                is_idle = self._engine_loop.is_idle and not self._worker.num_active
                 await self._pause(
                     _IDLE_REPORT_S if self._state == "ready" and is_idle else interval_s, is_idle
                 )
         finally:
             reporting.cancel()
+            advertising.cancel()
         if self._registry.superseded.is_set():
             return 1
         return await self._drain(interval_s)
+
+    async def _advertise_changes(self) -> None:
+        """Write the record into the registry whenever it has changed. Renewals do so where this fails."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self._membership.update(self._worker.record)
+            except RegistryUnavailableError as error:
+                logger.warning("the registry will show this worker's role later: %s", error)
+            except StaleIncarnationError:
+                self._registry.superseded.set()
+                return
 
     async def _pause(self, duration_s: float, is_idle: bool) -> None:
         """An idle worker wakes up when something happens."""
@@ -240,12 +225,12 @@ class WorkerHost:
 
     async def _drain(self, interval_s: float) -> int:
         """Finish what is in hand; what does not finish in time is left to other workers."""
-        logger.info("draining: %d requests in hand", self._role.num_active)
+        logger.info("draining: %d requests in hand", self._worker.num_active)
         self._state = "draining"
-        self._role.drain()
+        self._worker.drain()
         if not await self._until_done(self._config.worker.drain_grace_ms / 1000, interval_s):
-            logger.warning("%d requests did not finish within the grace period", self._role.num_active)
-            self._role.abandon("draining")
+            logger.warning("%d requests did not finish within the grace period", self._worker.num_active)
+            self._worker.abandon("draining")
             await self._until_done(_ABANDON_WAIT_S, interval_s)
         return 0
 
@@ -259,8 +244,8 @@ class WorkerHost:
                 self._tick()
                 if not await self._report():
                     return True  # the engine has failed: nothing will come of waiting
-            if not self._role.num_active or self._clock.monotonic() >= give_up_at:
-                return not self._role.num_active
+            if not self._worker.num_active or self._clock.monotonic() >= give_up_at:
+                return not self._worker.num_active
             await asyncio.sleep(_DRAIN_POLL_S)
 
     def _tick(self) -> None:
@@ -271,9 +256,8 @@ class WorkerHost:
             logger.critical("an engine step has run for more than %g s: this worker ends", limit_s)
             logging.shutdown()
             os._exit(1)  # the engine's thread cannot be stopped, and would keep the process
-        self._shell.drop_lost_routers()
-        self._role.on_tick()
-        self._metrics.set_dropped(self._shell.dropped_messages)
+        self._worker.on_tick()
+        self._metrics.set_dropped(self._worker.shell.dropped_messages)
 
     async def _report(self) -> bool:
         """Publish the load; False if the engine has failed and the process must be started anew."""
@@ -287,14 +271,12 @@ class WorkerHost:
             if self._engine_loop.failure is None:
                 raise
             return await self._report()
-        if self._state == "starting" and self._has_members and self._connections.is_settled:
+        if self._state == "starting" and self._worker.is_connected:
             self._state = "ready"
-        report = load_report(
-            load, self._state, self._role.ledger, self._transport.links(), self._transport.counters()
-        )
+        report = self._worker.report(load, self._state)
         self._note_slow_links(report)
         self._metrics.set_load(report)
-        self._shell.publish_load(report)
+        self._metrics.set_role(self._worker.record.role)
         return True
 
     def _note_slow_links(self, report: LoadReport) -> None:
@@ -316,37 +298,14 @@ class WorkerHost:
         self._stop.set()
         self._wake.set()
 
-    def _on_message(self, peer: str, incarnation: int, message: Message) -> None:
-        self._wake.set()
-        self._role.on_message(peer, incarnation, message)
-
-    def _on_malformed(self, peer: str, incarnation: int, message: MalformedMessage) -> None:
-        self._wake.set()
-        self._role.on_malformed(peer, incarnation, message)
-
-    def _on_router_lost(self, router: str, incarnation: int) -> None:
-        self._metrics.lease_expired("router")
-        self._role.on_router_lost(router, incarnation)
-
-    def _on_peer_connected(self, peer: Peer, record: WorkerRecord) -> None:
-        self._role.on_peer_connected(peer, record)
-
-    def _on_peer_lost(self, peer: Peer) -> None:
-        self._role.on_peer_lost(peer)
-
     def _on_step(self, result: StepResult) -> None:
-        self._wake.set()
         if result.num_tokens:
             self._metrics.observe_step(result.duration_ms, result.num_tokens)
-        # First: a router that plans a failed request anew shall know what has landed here.
-        self._shell.publish_kv_events(result.blocks_stored, result.blocks_removed)
-        self._role.on_step(result)
+        self._worker.on_step(result)
 
     def _on_members(self, members: Members) -> None:
-        self._shell.take_over(members)
-        self._connections.update(members.workers)
-        self._probe.keep_only([(peer.worker_id, peer.incarnation) for peer in self._connections.doubted])
-        self._has_members = True
+        self._worker.on_members(members)
+        self._probe.keep_only([(peer.worker_id, peer.incarnation) for peer in self._worker.doubted])
 
     def _post(self, function: Callable[[], None]) -> None:
         """Run ``function`` in the event loop, from any thread."""

@@ -31,6 +31,10 @@ class MetricEvents:
         """See WorkerEvents."""
         self._metrics.lease_expired("prefill")
 
+    def router_lost(self) -> None:
+        """See WorkerEvents."""
+        self._metrics.lease_expired("router")
+
     def corrupt(self) -> None:
         """See WorkerEvents."""
         self._metrics.checksum_mismatch()

@@ -9,7 +9,8 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.load import LoadReport
-from cluster.messages import Drain
+from cluster.members import Role, takes_prefills, takes_requests
+from cluster.messages import Drain, SetRole
 from router.api.errors import ApiError
 from router.cluster_view import WorkerUnreachableError
 from router.services import RouterServices
@@ -24,6 +25,15 @@ class DrainRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     force: bool = Field(default=False, description="Also if it is the last worker of its role.")
+
+
+class FlipRequest(BaseModel):
+    """The body of an order to change a worker's role."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Role
+    force: bool = Field(default=False, description="Also if nobody else takes what it gives up.")
 
 
 def cluster_state(services: RouterServices) -> dict[str, Any]:
@@ -43,13 +53,8 @@ def drain_worker(services: RouterServices, name: str, *, force: bool) -> dict[st
 
     Raises ApiError: 404 if there is none, 409 if it is the last of its role and not ``force``, 503.
     """
-    worker = services.view.get(name)
-    if worker is None:
-        known = ", ".join(one.record.id for one in services.view.workers) or "none"
-        raise ApiError(
-            404, f"There is no worker {name!r}. The workers are: {known}.", code="worker_not_found"
-        )
-    consequence = _if_drained(services, worker)
+    worker = _find(services, name)
+    consequence = _lost_without(services, worker)
     if consequence and not force:
         raise ApiError(
             409,
@@ -65,24 +70,65 @@ def drain_worker(services: RouterServices, name: str, *, force: bool) -> dict[st
     return {"worker": name, "incarnation": incarnation, "state": "draining"}
 
 
-def _if_drained(services: RouterServices, worker: WorkerView) -> str:
-    """What the cluster loses with ``worker`` if no other ready one has its role and model; "" if nothing."""
-    role, model = worker.record.role, worker.record.model.name
-    if worker.is_draining or any(
-        other is not worker
-        and other.record.role == role
-        and other.record.model.name == model
+def flip_worker(services: RouterServices, name: str, role: Role, *, force: bool) -> dict[str, Any]:
+    """Tell a worker which work to take from now on; it finishes what it has. Harmless if it does so already.
+
+    Raises ApiError: 404 if there is none, 409 if it drains, or if nobody else takes what it gives up and not
+    ``force``; 503.
+    """
+    worker = _find(services, name)
+    if worker.is_draining:
+        raise ApiError(409, f"{name} drains, and will end.", code="worker_draining")
+    consequence = _lost_without(services, worker, role)
+    if consequence and not force:
+        raise ApiError(
+            409,
+            f'{consequence}. With {{"force": true}} (leadout flip --force) it becomes {role} all the same.',
+            code="last_worker",
+        )
+    try:
+        incarnation = services.view.send(name, SetRole(role=role))
+    except WorkerUnreachableError as error:
+        raise ApiError(503, f"{error}.", code="worker_unreachable") from error
+    logger.info("asked %s to become %s", name, role)
+    return {"worker": name, "incarnation": incarnation, "role": role}
+
+
+def _find(services: RouterServices, name: str) -> WorkerView:
+    worker = services.view.get(name)
+    if worker is None:
+        known = ", ".join(one.record.id for one in services.view.workers) or "none"
+        raise ApiError(
+            404, f"There is no worker {name!r}. The workers are: {known}.", code="worker_not_found"
+        )
+    return worker
+
+
+def _lost_without(services: RouterServices, worker: WorkerView, kept: Role | None = None) -> str:
+    """What the cluster loses if ``worker`` only takes the work of ``kept``; "" if nothing.
+
+    Another worker makes up for it if it takes the same work for the same model, is ready and does not drain.
+    """
+    record = worker.record
+    others = [
+        other
+        for other in services.view.workers
+        if other is not worker
+        and other.record.model.name == record.model.name
         and other.is_ready
         and not other.is_draining
-        for other in services.view.workers
+    ]
+    for what, takes, consequence in (
+        ("requests", takes_requests, "without it every request is refused"),
+        ("prefills", takes_prefills, "without it decode workers compute all prompts themselves"),
     ):
-        return ""
-    lost = (
-        "without it every request is refused"
-        if role == "decode"
-        else "without it decode workers compute all prompts themselves"
-    )
-    return f"{worker.record.id} is the last {role} worker for {model!r} that is not draining or down: {lost}"
+        is_given_up = takes(record.role) and (kept is None or not takes(kept))
+        if is_given_up and not worker.is_draining and not any(takes(other.record.role) for other in others):
+            return (
+                f"{record.id} is the last worker that takes {what} for {record.model.name!r} and is not "
+                f"draining or down: {consequence}"
+            )
+    return ""
 
 
 def _worker(services: RouterServices, worker: WorkerView) -> dict[str, Any]:
@@ -93,6 +139,7 @@ def _worker(services: RouterServices, worker: WorkerView) -> dict[str, Any]:
         "id": record.id,
         "incarnation": record.incarnation,
         "role": record.role,
+        "role_epoch": record.role_epoch,
         "pid": record.pid,
         "host": record.host,
         "address": record.address,

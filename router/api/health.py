@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Any
+from typing import Any, get_args
 
+from cluster.members import Role
 from router.services import RouterServices
 
 
@@ -36,6 +37,6 @@ def metrics(services: RouterServices) -> bytes:
     view, values = services.view, services.metrics
     values.kv_index_size.set(len(view.kv_index))
     values.kv_index_evictions.set(view.kv_index.num_evicted)
-    for role in ("prefill", "decode"):
+    for role in get_args(Role):
         values.connections.labels(role).set(sum(worker.record.role == role for worker in view.workers))
     return values.expose()

@@ -73,6 +73,15 @@ def choose_workers(
             uncached_tokens=uncached,
             candidates=decode_rows,
         )
+    if any(worker.id == decode.id for worker in prefill_workers):
+        return Plan(
+            decode_worker=decode.id,
+            prefill_worker=None,
+            reason="local prefill: the decode worker takes prefills, too",
+            cached_tokens=cached,
+            uncached_tokens=uncached,
+            candidates=decode_rows,
+        )
     prefill, prefill_rows = _choose_prefill_worker(request, decode, prefill_workers, settings)
     if prefill is None:
         return Plan(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from cluster.clock import ManualClock
 from cluster.load import LoadReport
 from cluster.malformed import MalformedMessage
-from cluster.members import RouterRecord
+from cluster.members import Role, RouterRecord
 from cluster.messages import Cancel, Envelope, KvEvents, LoadUpdate, Message, Subscribe
 from cluster.rpc import RpcConnection, ZmqNetwork
 from cluster.sequence_spec import RequestKey
@@ -50,6 +50,7 @@ class Harness:
         self.lost: list[tuple[str, int]] = []
         self.answer_to_the_lost: Message | None = None  # sent to a router when its loss is told
         self.num_drains = 0
+        self.roles: list[Role] = []
         self.routers: list[Router] = []
         self.address = ""
         self.shell = WorkerShell(
@@ -59,6 +60,7 @@ class Harness:
             on_message=lambda *message: self.messages.append(message),
             on_router_lost=self._lose,
             on_drain=self._drain,
+            on_set_role=self.roles.append,
             on_malformed=lambda *malformed: self.malformed.append(malformed),
         )
 

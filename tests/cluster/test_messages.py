@@ -115,4 +115,4 @@ def test_what_is_prefilled_is_the_prompt_and_the_answer_so_far() -> None:
 
 def test_messages_of_this_kind_have_their_own_version() -> None:
     """Workers of an earlier version say a request field by field: never paired."""
-    assert PROTOCOL_VERSION == 3
+    assert PROTOCOL_VERSION == 4

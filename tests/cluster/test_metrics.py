@@ -24,7 +24,7 @@ def value_of(metrics: WorkerMetrics) -> Callable[..., float | None]:
 
 
 def test_load_reports_become_gauges_and_counters() -> None:
-    metrics = WorkerMetrics("decode")
+    metrics = WorkerMetrics()
     metrics.set_load(
         LoadReport(
             state="ready",
@@ -50,12 +50,12 @@ def test_load_reports_become_gauges_and_counters() -> None:
     assert "leadout_worker_prefix_cache_hits_total 48.0" in shown
     assert "leadout_worker_transfer_writes_failed_total 2.0" in shown
     assert "leadout_worker_transfer_busy_seconds_total 0.5" in shown
-    assert 'leadout_worker_state{role="decode",state="draining"} 1.0' in shown
-    assert 'leadout_worker_state{role="decode",state="ready"} 0.0' in shown
+    assert 'leadout_worker_state{state="draining"} 1.0' in shown
+    assert 'leadout_worker_state{state="ready"} 0.0' in shown
 
 
 def test_timings_of_a_handed_over_prompt() -> None:
-    metrics = WorkerMetrics("decode")
+    metrics = WorkerMetrics()
     metrics.observe_timings(
         RequestTimings(
             prefill_ms=120.0,
@@ -87,7 +87,7 @@ def timings_of_a_handoff(num_bytes: int, num_descriptors: int, busy_ms: float) -
 
 
 def test_what_a_handoff_moved_and_how_fast() -> None:
-    metrics = WorkerMetrics("decode")
+    metrics = WorkerMetrics()
     metrics.observe_timings(timings_of_a_handoff(60_000_000, 3, 20.0))  # 3 GB/s
     metrics.observe_timings(timings_of_a_handoff(16 * 1024, 40, 1.6384))  # 0.01 GB/s, but for rounding
     shown = value_of(metrics)
@@ -104,7 +104,7 @@ def test_what_a_handoff_moved_and_how_fast() -> None:
 
 def test_a_handoff_without_writes_has_no_throughput() -> None:
     """The decode worker had all of the prompt's blocks but the last, or the writes took no time."""
-    metrics = WorkerMetrics("decode")
+    metrics = WorkerMetrics()
     metrics.observe_timings(timings_of_a_handoff(0, 0, 0.0))
     shown = value_of(metrics)
     assert shown("handoffs_total", prefill_worker="prefill-0") == 1
@@ -115,13 +115,13 @@ def test_a_handoff_without_writes_has_no_throughput() -> None:
 
 
 def test_a_prompt_computed_here_is_no_handoff() -> None:
-    metrics = WorkerMetrics("decode")
+    metrics = WorkerMetrics()
     metrics.observe_timings(RequestTimings(num_computed_tokens=5))
     assert "leadout_worker_handoffs_total{" not in text(metrics)
 
 
 def test_handoffs_in_hand_by_state() -> None:
-    metrics = WorkerMetrics("decode")
+    metrics = WorkerMetrics()
     shown = value_of(metrics)
     metrics.set_load(LoadReport(handoffs={"streaming": 2, "fencing": 1}))
     states = ("reserved", "streaming", "sealed", "active", "fencing")
@@ -136,7 +136,7 @@ def test_every_state_of_a_live_handoff_is_shown() -> None:
 
 
 def test_how_handoffs_end() -> None:
-    metrics = WorkerMetrics("decode")
+    metrics = WorkerMetrics()
     shown = value_of(metrics)
     outcomes = [outcome.value for outcome in HandoffOutcome]
     assert [shown("handoffs_ended_total", outcome=outcome) for outcome in outcomes] == [0, 0, 0], "from start"
@@ -154,13 +154,13 @@ def test_how_handoffs_end() -> None:
 
 
 def test_a_fence_that_was_confirmed_at_once_counts() -> None:
-    metrics = WorkerMetrics("decode")
+    metrics = WorkerMetrics()
     metrics.handoff_ended("fenced", 0.0)
     assert value_of(metrics)("handoff_fence_seconds_count") == 1
 
 
 def test_ended_leases_and_wrong_bytes() -> None:
-    metrics = WorkerMetrics("decode")
+    metrics = WorkerMetrics()
     shown = value_of(metrics)
     assert [shown("lease_expiries_total", peer_role=role) for role in ("prefill", "router")] == [0, 0]
     assert shown("checksum_mismatches_total") == 0
@@ -173,7 +173,7 @@ def test_ended_leases_and_wrong_bytes() -> None:
 
 
 def test_dropped_messages_never_go_down() -> None:
-    metrics = WorkerMetrics("decode")
+    metrics = WorkerMetrics()
     shown = value_of(metrics)
     metrics.set_dropped({"malformed": 2, "undeliverable": 0})
     metrics.set_dropped({"malformed": 2, "undeliverable": 5})
@@ -191,7 +191,7 @@ def test_dropped_messages_never_go_down() -> None:
 
 
 def test_links_come_and_go_with_their_peers() -> None:
-    metrics = WorkerMetrics("prefill")
+    metrics = WorkerMetrics()
     shown = value_of(metrics)
 
     def links() -> dict[tuple[str, str], float | None]:
@@ -223,7 +223,7 @@ def test_links_come_and_go_with_their_peers() -> None:
 
 
 def test_the_endpoint() -> None:
-    metrics = WorkerMetrics("prefill")
+    metrics = WorkerMetrics()
     assert metrics.serve("127.0.0.1", -1) == ""
     url = metrics.serve("127.0.0.1", 0)
     with urllib.request.urlopen(url) as response:
@@ -235,7 +235,7 @@ def test_the_endpoint() -> None:
 
 
 def test_every_counter_of_the_transport_is_a_metric() -> None:
-    metrics = WorkerMetrics("decode")
+    metrics = WorkerMetrics()
     ones = dict.fromkeys(TransferCounters.__struct_fields__, 1)
     metrics.set_load(LoadReport(transfers=TransferCounters(**ones)))
     shown = [line for line in text(metrics).splitlines() if line.startswith("leadout_worker_transfer_")]

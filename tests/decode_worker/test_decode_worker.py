@@ -9,6 +9,7 @@ import xxhash
 from cluster.members import Peer
 from cluster.messages import (
     Cancel,
+    CancelPrefill,
     Generate,
     HandoffFenced,
     HandoffLanding,
@@ -167,7 +168,7 @@ def test_when_a_prefill_worker_fails_the_router_is_asked_to_plan_anew(bench: Ben
         bench.world.crash("prefill-0")
         bench.world.update_members()
     elif how == "broken connection":
-        bench.decode.links[bench.prefill.peer].on_disconnected()
+        bench.decode.connections[bench.prefill.peer].on_disconnected()
     else:
         bench.world.clock.advance(LEASE_S)
         bench.role.on_tick()
@@ -182,7 +183,7 @@ def test_when_a_prefill_worker_fails_the_router_is_asked_to_plan_anew(bench: Ben
     assert output.timings is None
     may_still_write = how in ("broken connection", "silent")
     assert bench.decode.engine.load().kv.blocks_quarantined == (3 if may_still_write else 0)
-    assert len(bench.sent(Cancel)) == may_still_write
+    assert len(bench.sent(CancelPrefill)) == may_still_write
     if may_still_write:
         bench.arrive(bench.prefill.peer, HandoffFenced(key=RequestKey("r", 1)))
     assert bench.free_blocks
@@ -193,7 +194,7 @@ def test_what_has_landed_is_kept_for_the_next_attempt(bench: Bench) -> None:
     bench.generate()
     bench.fill()
     bench.progress(num_landed_blocks=2)
-    bench.decode.links[bench.prefill.peer].on_disconnected()
+    bench.decode.connections[bench.prefill.peer].on_disconnected()
     bench.run()
     assert bench.decode.engine.load().kv.blocks_quarantined == 1, "landed blocks are not written again"
     bench.generate(attempt=2)
@@ -219,8 +220,9 @@ def test_a_writer_that_is_heard_of_keeps_its_lease(bench: Bench) -> None:
 
 
 def test_a_handoff_that_only_the_prefill_worker_knows_is_cancelled(bench: Bench) -> None:
+    bench.generate()  # which connects the two
     bench.progress(request_id="forgotten", num_landed_blocks=1)
-    assert bench.sent(Cancel) == [Cancel(key=RequestKey("forgotten", 1), reason="unknown here")]
+    assert bench.sent(CancelPrefill) == [CancelPrefill(key=RequestKey("forgotten", 1), reason="unknown here")]
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -250,7 +252,7 @@ def test_blocks_that_are_not_what_was_sent_are_computed_again(bench: Bench, is_r
 def test_cancelled_blocks_stay_in_quarantine_until_the_writer_has_stopped(bench: Bench, how: str) -> None:
     bench.generate()
     bench.arrive(ROUTER, Cancel(key=RequestKey("r", 1)))
-    assert len(bench.sent(Cancel)) == 1
+    assert len(bench.sent(CancelPrefill)) == 1
     assert bench.decode.engine.load().kv.blocks_quarantined == 3
     bench.world.clock.advance(3600)  # no timer frees them
     bench.role.on_tick()
@@ -276,11 +278,11 @@ def test_a_cancel_is_repeated_until_it_is_answered(bench: Bench) -> None:
         bench.world.clock.advance(1)
         bench.role.on_tick()
         bench.role.on_tick()
-    assert len(bench.sent(Cancel)) == 4
+    assert len(bench.sent(CancelPrefill)) == 4
     bench.arrive(bench.prefill.peer, HandoffFenced(key=RequestKey("r", 1)))
     bench.world.clock.advance(2)
     bench.role.on_tick()
-    assert len(bench.sent(Cancel)) == 4
+    assert len(bench.sent(CancelPrefill)) == 4
 
 
 def test_a_seal_of_another_life_is_dropped(bench: Bench) -> None:

@@ -56,10 +56,10 @@ def test_a_request_that_cannot_be_read_is_answered_and_never_retried(bench: Benc
             reason="Expected `int`, got `str` - at `$.sampling.top_k`",
         )
 
-    bench.role.on_malformed("router-0", 1, malformed("cancel"))
+    bench.decode.server.receive_malformed(malformed("cancel"))
     assert bench.outputs() == []
-    bench.role.on_malformed("router-0", 1, malformed("generate"))
-    bench.role.on_malformed("router-0", 1, malformed("generate"))  # a message may come twice
+    bench.decode.server.receive_malformed(malformed("generate"))
+    bench.decode.server.receive_malformed(malformed("generate"))  # a message may come twice
     (output,) = bench.outputs()
     assert (output.key, output.finish_reason) == (RequestKey("r", 2), "error")
     assert output.error is not None

@@ -7,13 +7,13 @@ import xxhash
 
 from cluster.malformed import MalformedMessage
 from cluster.members import Peer
-from cluster.messages import Cancel, Generate, HandoffFenced, HandoffProgress, Message, Prefill, Sealed
+from cluster.messages import CancelPrefill, Generate, HandoffFenced, HandoffProgress, Message, Prefill, Sealed
 from cluster.sequence_spec import RequestKey, SequenceSpec
 from prefill_worker.prefill_worker import PrefillWorker
 from tests.engine.prefix_runner import greedy, oracle
 from tests.sequence_specs import with_spec
 from tests.simulation.under_way import Packet
-from tests.simulation.world import HEARTBEAT_S, Worker, World
+from tests.simulation.world import REGISTRY, Worker, World
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
@@ -123,7 +123,7 @@ def test_a_message_that_comes_twice_is_one_request(bench: Bench) -> None:
 def test_a_cancel_is_confirmed_only_after_the_write_under_way_has_ended(bench: Bench) -> None:
     bench.arrive(bench.prefill_message())
     bench.run(1)
-    bench.arrive(Cancel(key=RequestKey("r", 1)))
+    bench.arrive(CancelPrefill(key=RequestKey("r", 1), reason="client"))
     bench.run()
     assert bench.answers() == []
     pinned = bench.prefill.engine.load().kv.blocks_pinned
@@ -135,7 +135,7 @@ def test_a_cancel_is_confirmed_only_after_the_write_under_way_has_ended(bench: B
 
 
 def test_a_request_that_arrives_after_its_cancel_does_not_start(bench: Bench) -> None:
-    bench.arrive(Cancel(key=RequestKey("r", 1)))
+    bench.arrive(CancelPrefill(key=RequestKey("r", 1), reason="client"))
     bench.arrive(bench.prefill_message())
     bench.run()
     assert bench.world.writes == []
@@ -260,8 +260,8 @@ def test_landed_blocks_are_told_in_order_of_the_prompt(bench: Bench) -> None:
 def test_heartbeats_name_what_is_in_hand(bench: Bench) -> None:
     bench.arrive(bench.prefill_message("a"))
     bench.arrive(bench.prefill_message("b", block_ids=[8, 9, 10]))
-    bench.arrive(Cancel(key=RequestKey("b", 1)))
-    bench.world.clock.advance(HEARTBEAT_S)
+    bench.arrive(CancelPrefill(key=RequestKey("b", 1), reason="client"))
+    bench.world.clock.advance(REGISTRY.heartbeat_ms / 1000)
     bench.role.on_tick()
     bench.role.on_tick()
     assert bench.landings() == [("a", 0, 0)]
@@ -271,7 +271,7 @@ def test_a_heartbeat_that_cannot_be_delivered_stops_the_prompts_of_that_worker(b
     bench.arrive(bench.prefill_message())
     bench.run(1)
     bench.prefill.is_cut_off = True
-    bench.world.clock.advance(HEARTBEAT_S)
+    bench.world.clock.advance(REGISTRY.heartbeat_ms / 1000)
     bench.role.on_tick()
     bench.land_all()
     bench.run()
@@ -366,7 +366,7 @@ def test_a_prompt_that_cannot_be_read_is_answered_and_never_written(bench: Bench
         key=RequestKey("r", 1),
         reason="Expected `int`, got `str` - at `$.first_block`",
     )
-    bench.role.on_malformed("decode-0", bench.decode.peer.incarnation, malformed)
+    bench.prefill.server.receive_malformed(malformed)
     (fenced,) = bench.answers()
     assert isinstance(fenced, HandoffFenced)
     assert fenced.error is not None
@@ -388,7 +388,7 @@ def test_a_message_that_arrives_damaged_does_not_disturb_the_prompt_in_hand(benc
         key=RequestKey("r", 1),
         reason="truncated",
     )
-    bench.role.on_malformed("decode-0", bench.decode.peer.incarnation, malformed)
+    bench.prefill.server.receive_malformed(malformed)
     assert bench.answers() == [], "its blocks are being written: no fence may be promised"
     bench.run()
     bench.land_all()

@@ -64,7 +64,8 @@ async def test_the_last_of_a_role_needs_force(
     assert response.status_code == 409
     error = response.json()["error"]
     assert error["code"] == "last_worker"
-    assert f"w is the last {role} worker for 'test-model'" in error["message"]
+    work = {"decode": "requests", "prefill": "prefills"}[role]
+    assert f"w is the last worker that takes {work} for 'test-model'" in error["message"]
     assert loss in error["message"]
     assert '{"force": true}' in error["message"]
     assert worker.other_messages == []

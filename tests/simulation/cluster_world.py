@@ -11,17 +11,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from cluster.load import TransferCounters, WorkerState
-from cluster.members import Peer, Role, WorkerRecord
-from cluster.messages import KvEvents, LoadUpdate, Subscribe
+from cluster.load import WorkerState
+from cluster.members import Members, Peer, Role, WorkerRecord
 from cluster.sequence_spec import SequenceSpec
 from kv_transfer.handoff import HandoffOutcome
 from kv_transfer.transport import TransferStats
-from leadout.worker.load_report import load_report
 from router.in_flight import SequenceRequest
 from router.policy.plan import NoWorkerError
 from tests.simulation.simulated_router import ROUTER, Client, Router
@@ -39,67 +37,17 @@ REMOVAL_ENDS_WRITES = True  # of a live writer: what RDMA promises, and shared m
 
 @dataclass(eq=False)
 class ClusterWorker(Worker):
-    """A worker with what its process shell does: subscriptions, events, load reports; it may freeze."""
+    """A worker that reports its load, and may freeze."""
 
     frozen_since: float | None = None
     state: WorkerState = "ready"
-    router: Peer | None = None  # that has subscribed
-    router_seen_at: float = 0.0
-    kv_sequence: int = 0
-    cached: dict[bytes, None] = field(default_factory=dict)
-
-    def subscribe(self, router: Peer, wants_snapshot: bool) -> None:
-        if self.router is not None and self.router.incarnation > router.incarnation:
-            return
-        self.router_seen_at = self.world.clock.monotonic()
-        if self.router != router:
-            if self.router is not None:
-                self.role.on_router_lost(self.router.worker_id, self.router.incarnation)
-            self.router = router
-            wants_snapshot = True
-        if wants_snapshot:
-            stored = list(self.cached)
-            self.answer(ROUTER, KvEvents(sequence=self.kv_sequence, stored=stored, snapshot=True))
-            self.report()
 
     def report(self) -> None:
-        if self.router is not None:
-            self.answer(
-                ROUTER,
-                LoadUpdate(
-                    load=load_report(self.engine.load(), self.state, self.role.ledger, (), TransferCounters())
-                ),
-            )
+        self.hosted.report(self.engine.load(), self.state)
 
     def tick(self) -> None:
-        if self.router is not None and self.world.clock.monotonic() - self.router_seen_at > LEASE_S:
-            lost, self.router = self.router, None
-            self.role.on_router_lost(lost.worker_id, lost.incarnation)
-        self.role.on_tick()
+        self.hosted.on_tick()
         self.report()
-
-    def step(self) -> None:
-        self.loop.run_commands()
-        if self.engine.has_work():
-            result = self.engine.step(self.world.clock.monotonic())
-
-            def handle() -> None:
-                for block_hash in result.blocks_removed:
-                    self.cached.pop(block_hash, None)
-                self.cached.update(dict.fromkeys(result.blocks_stored))
-                if self.router is not None and (result.blocks_stored or result.blocks_removed):
-                    self.kv_sequence += 1
-                    self.answer(
-                        ROUTER,
-                        KvEvents(
-                            sequence=self.kv_sequence,
-                            stored=list(result.blocks_stored),
-                            removed=list(result.blocks_removed),
-                        ),
-                    )
-                self.role.on_step(result)
-
-            self.posts.append(handle)
 
     def remove_peer(self, peer: Peer) -> Future[None]:
         """What a dead writer had sent has landed when its agent is removed."""
@@ -172,7 +120,7 @@ class ClusterWorld(World):
         records = self.registered()
         for worker in self.cluster_workers():
             if everybody or self.rng.random() < 0.5:
-                worker.connections.update(records)
+                worker.hosted.on_members(Members(workers=tuple(records)))
         if self.router_runs and (everybody or self.rng.random() < 0.5):
             self.router.view.update(records, ())  # type: ignore[union-attr]
 
@@ -275,15 +223,7 @@ class ClusterWorld(World):
         if not worker.is_alive:
             return
         assert isinstance(worker, ClusterWorker)
-        if packet.sender.worker_id == ROUTER:
-            if worker.router is not None and worker.router.incarnation > packet.sender.incarnation:
-                self.count("worker dropped: old incarnation")
-            elif isinstance(packet.message, Subscribe):
-                worker.subscribe(packet.sender, packet.message.snapshot)
-            else:
-                worker.role.on_message(ROUTER, packet.sender.incarnation, packet.message)
-        else:
-            worker.receive(packet)
+        worker.receive(packet)
         worker.run_posts()
 
     def break_connection(self, one: str, other: str) -> None:
@@ -302,7 +242,7 @@ class ClusterWorld(World):
                     if peer.worker_id == name:
                         connection.on_disconnected()
             elif ROUTER not in pair and worker is not None and worker.is_alive:
-                for peer, link in list(worker.links.items()):
+                for peer, link in list(worker.connections.items()):
                     if peer.worker_id in pair:
                         link.on_disconnected()
                 worker.run_posts()
@@ -353,7 +293,7 @@ class ClusterWorld(World):
         self._check_held(target, write.remote_ids, "written")
         writable = {
             block_id
-            for handoff in target.role.ledger.with_peer(write.source.peer)
+            for handoff in target.hosted.decode.ledger.with_peer(write.source.peer)
             for block_id in handoff.writable_block_ids
         }
         strangers = set(write.remote_ids) - writable
@@ -367,8 +307,7 @@ class ClusterWorld(World):
             self._check_held(write.source, write.local_ids, "read")
         for worker in self.workers.values():
             if worker.is_alive and isinstance(worker, ClusterWorker):
-                worker.engine.check_invariants()
-                worker.role.ledger.check_invariants()
+                worker.check_invariants()
 
     def outcomes(self) -> Counter[HandoffOutcome | None]:
         """How handoffs of the lives that are left have ended."""

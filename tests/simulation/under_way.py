@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cluster.clock import Clock
+from cluster.malformed import MalformedMessage
 from cluster.members import Peer, WorkerRecord
 from cluster.messages import Envelope, Message, RequestTimings
 from engine.engine import Engine
@@ -44,6 +45,8 @@ class RecordedEvents:
         self.handoffs.append(handoff)
 
     def lease_expired(self) -> None: ...
+
+    def router_lost(self) -> None: ...
 
     def corrupt(self) -> None:
         self.corrupted.append(self._clock.unix())
@@ -100,6 +103,45 @@ class SimulatedConnection:
 
     def close(self) -> None:
         self._table.pop(self._worker, None)
+
+
+class SimulatedServer:
+    """See ``cluster.network.Server``: answers go to whoever spoke to it, if its newest life did."""
+
+    num_malformed = num_undeliverable = 0
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._incarnations: dict[str, int] = {}  # newest one seen of each sender
+        self.on_message: Callable[[str, int, Message], None]
+        self.on_malformed: Callable[[str, int, MalformedMessage], None]
+        self.num_stale = 0
+
+    async def bind(self, address: str) -> str:
+        return address
+
+    def receive(self, packet: Packet) -> None:
+        sender, incarnation = packet.sender.worker_id, packet.sender.incarnation
+        if incarnation < self._incarnations.get(sender, 0):
+            self.num_stale += 1
+            return
+        self._incarnations[sender] = incarnation
+        self.on_message(sender, incarnation, packet.message)
+
+    def receive_malformed(self, message: MalformedMessage) -> None:
+        self._incarnations[message.sender] = message.incarnation
+        self.on_malformed(message.sender, message.incarnation, message)
+
+    def send(self, peer: str, message: Message) -> bool:
+        if self._worker.is_cut_off or peer not in self._incarnations:
+            return False
+        self._worker.world.packets.append(Packet(self._worker.peer, peer, message))
+        return True
+
+    def forget(self, peer: str) -> None:
+        self._incarnations.pop(peer, None)
+
+    async def close(self) -> None: ...
 
 
 class SimulatedLoop:

@@ -7,9 +7,8 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from cluster.messages import Cancel, HandoffFenced, HandoffProgress, Prefill
+from cluster.messages import CancelPrefill, HandoffFenced, HandoffProgress, Prefill
 from cluster.sampling_params import SamplingParams
-from decode_worker.decode_worker import DecodeWorker
 from router.dispatch import MAX_ATTEMPTS, RECOVERY_WAIT_S
 from tests.engine.prefix_runner import greedy, oracle
 from tests.simulation.cluster_world import WORKERS, ClusterWorker, ClusterWorld
@@ -25,7 +24,7 @@ SAMPLINGS = [
     SamplingParams(max_tokens=8, seed=6, temperature=0.8, presence_penalty=1.0),
 ]
 DONE = ("stop", "length")
-DUPLICABLE = (Prefill, Cancel, HandoffFenced, HandoffProgress)
+DUPLICABLE = (Prefill, CancelPrefill, HandoffFenced, HandoffProgress)
 TICK_S = 0.25
 LONGEST_GAP_S = 1.0  # between two ticks of anybody who runs
 
@@ -260,13 +259,13 @@ class Walk:
             return
         assert isinstance(worker, ClusterWorker)
         worker.state = "draining"
-        worker.role.drain()
+        worker.hosted.drain()
         worker.report()
         for _ in range(self.rng.randrange(6)):
             self.get_on()
         if worker not in self.world.cluster_workers():
             return
-        worker.role.abandon("draining")
+        worker.hosted.abandon("draining")
         for _ in range(self.rng.randrange(3)):
             self.get_on()
         self.world.count("workers drained")
@@ -303,7 +302,7 @@ class Walk:
 
     def _is_quiet(self) -> bool:
         return all(client.ending for client in self.world.clients.values()) and all(
-            worker.role.num_active == 0
+            worker.hosted.num_active == 0
             and not worker.loop.commands
             and worker.engine.load().kv.blocks_free == worker.engine.load().kv.blocks_total
             for worker in self.world.workers.values()
@@ -314,10 +313,10 @@ class Walk:
             assert isinstance(worker, ClusterWorker)
             load = worker.engine.load()
             assert load.kv.blocks_free == load.kv.blocks_total, (worker.peer, load)
-            assert len(worker.role.ledger) == 0, worker.peer
-            assert worker.role.num_active == 0, worker.peer
-            if isinstance(worker.role, DecodeWorker):
-                assert not worker.role._remote_prefills._wanted
+            assert worker.hosted.num_active == 0, worker.peer
+            for role in (worker.hosted.prefill, worker.hosted.decode):
+                assert len(role.ledger) == 0, worker.peer
+            assert not worker.hosted.decode._remote_prefills._wanted
         for client in self.world.clients.values():
             self._check_client(client)
 

@@ -16,10 +16,14 @@ import msgspec
 import torch
 
 from cluster.clock import ManualClock
+from cluster.config.settings import RegistryConfig
 from cluster.kv_layout import KvLayout
-from cluster.members import ModelIdentity, Peer, Role, TransportEndpoint, WorkerRecord
+from cluster.load import LinkReport, TransferCounters
+from cluster.malformed import MalformedMessage
+from cluster.members import Members, ModelIdentity, Peer, Role, TransportEndpoint, WorkerRecord
 from cluster.messages import (
     Cancel,
+    CancelPrefill,
     Envelope,
     Generate,
     HandoffFenced,
@@ -34,9 +38,9 @@ from cluster.sequence_spec import RequestKey
 from decode_worker.decode_worker import DecodeWorker
 from engine.engine import Engine
 from engine.engine_commands import EngineCommands
-from kv_transfer.peer_connections import PeerConnections
 from kv_transfer.transport import TransferError, TransferStats
 from kv_transfer.verification import VerifyMode
+from leadout.worker.hosted_worker import HostedWorker
 from prefill_worker.prefill_worker import PrefillWorker
 from tests.engine.prefix_runner import VOCAB_SIZE, make_engine
 from tests.simulation.under_way import (
@@ -45,9 +49,9 @@ from tests.simulation.under_way import (
     RecordedEvents,
     SimulatedConnection,
     SimulatedLoop,
+    SimulatedServer,
     Write,
 )
-from worker_runtime.runtime import WorkerRuntime
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 15
@@ -55,9 +59,9 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZ
 
 
 VERIFY: VerifyMode = "all"
-LEASE_S = 5.0
-HEARTBEAT_S = 1.0
-MAX_STALL_S = 3.0
+REGISTRY = RegistryConfig(lease_ms=5000, heartbeat_ms=1000)
+LEASE_S = REGISTRY.lease_ms / 1000
+MAX_STALL_S = REGISTRY.max_stall_s
 
 
 @dataclass(eq=False)
@@ -69,7 +73,7 @@ class Worker:
     role_name: Role
     posts: list[Callable[[], None]] = field(default_factory=list)
     agents: set[Peer] = field(default_factory=set)  # whom this one's transport knows
-    links: dict[Peer, SimulatedConnection] = field(default_factory=dict)  # to prefill workers
+    connections: dict[Peer, SimulatedConnection] = field(default_factory=dict)  # to other workers
     is_alive: bool = True
     is_cut_off: bool = False  # its answers reach nobody
 
@@ -86,42 +90,37 @@ class Worker:
             block_bytes=kv[0].numel() * kv.element_size(),
             num_blocks=NUM_BLOCKS,
         )
-        self.connections = PeerConnections(
-            self,  # type: ignore[arg-type]
-            self.record,
-            post=self.posts.append,
-            check_gone=self.world.check_gone,
-            on_connected=lambda peer, record: self.role.on_peer_connected(peer, record),
-            on_lost=lambda peer: self.role.on_peer_lost(peer),
-        )
-        runtime = WorkerRuntime(
-            own=self.peer,
-            block_size=BLOCK_SIZE,
-            lease_s=LEASE_S,
-            heartbeat_s=HEARTBEAT_S,
-            max_stall_s=MAX_STALL_S,
+        self.server = SimulatedServer(self)
+        self.events = RecordedEvents(self.world.clock)
+        self.hosted = HostedWorker(
+            self._record(),
+            registry=REGISTRY,
             clock=self.world.clock,
+            network=self,
             engine=commands,
             transport=self,  # type: ignore[arg-type]
             verifier=verifier,
-            peers=self.connections,
-            network=self,  # type: ignore[arg-type]
-            send=self.answer,
+            events=self.events,
             post=self.posts.append,
+            check_gone=self.world.check_gone,
+            on_changed=lambda record: None,  # the world looks at all records
+            on_drain=lambda: None,
         )
-        self.events = RecordedEvents(self.world.clock)
-        self.role: PrefillWorker | DecodeWorker
-        if self.role_name == "prefill":
-            self.role = PrefillWorker(runtime, self.events)
-        else:
-            self.role = DecodeWorker(runtime, self.events)
+
+    @property
+    def role(self) -> PrefillWorker | DecodeWorker:
+        """The role that it was started with."""
+        return self.hosted.prefill if self.role_name == "prefill" else self.hosted.decode
+
+    @property
+    def record(self) -> WorkerRecord:
+        return self.hosted.record
 
     @property
     def engine(self) -> Engine:
         return self.loop.engine
 
-    @property
-    def record(self) -> WorkerRecord:
+    def _record(self) -> WorkerRecord:
         return WorkerRecord(
             id=self.peer.worker_id,
             incarnation=self.peer.incarnation,
@@ -149,31 +148,33 @@ class Worker:
 
     # --- messages ---
 
-    def answer(self, receiver: str, message: Message) -> bool:
-        if self.is_cut_off:
-            return False
-        self.world.packets.append(Packet(self.peer, receiver, message))
-        return True
+    def listen(
+        self,
+        on_message: Callable[[str, int, Message], None],
+        on_malformed: Callable[[str, int, MalformedMessage], None],
+    ) -> SimulatedServer:
+        self.server.on_message, self.server.on_malformed = on_message, on_malformed
+        return self.server
 
     def connect(
         self,
-        record: WorkerRecord,
+        worker: WorkerRecord,
         on_message: Callable[[Envelope], None],
         on_disconnected: Callable[[], None],
     ) -> SimulatedConnection:
         return SimulatedConnection(
-            lambda: self.world.packets, self.peer, self.links, record, on_message, on_disconnected
+            lambda: self.world.packets, self.peer, self.connections, worker, on_message, on_disconnected
         )
 
     def receive(self, packet: Packet) -> None:
         if packet.is_notification:
             if packet.sender in self.agents:
-                self.role.on_notification(msgspec.msgpack.encode(packet.message))
+                self.hosted.on_notification(msgspec.msgpack.encode(packet.message))
         elif isinstance(packet.message, HandoffFenced | HandoffProgress):
-            if packet.sender in self.links:
-                self.links[packet.sender].receive(packet)
+            if packet.sender in self.connections:
+                self.connections[packet.sender].receive(packet)
         else:
-            self.role.on_message(packet.sender.worker_id, packet.sender.incarnation, packet.message)
+            self.server.receive(packet)
 
     # --- the transport ---
 
@@ -210,11 +211,22 @@ class Worker:
         future.set_result(None)
         return future
 
+    def links(self) -> tuple[LinkReport, ...]:
+        return ()
+
+    def counters(self) -> TransferCounters:
+        return TransferCounters()
+
     def expect_traffic(self, key: str) -> None: ...
 
     def stop_expecting(self, key: str) -> None: ...
 
     # --- what the world makes it do ---
+
+    def check_invariants(self) -> None:
+        self.engine.check_invariants()
+        self.hosted.prefill.ledger.check_invariants()
+        self.hosted.decode.ledger.check_invariants()
 
     def run_posts(self) -> None:
         while self.posts:
@@ -224,7 +236,7 @@ class Worker:
         self.loop.run_commands()
         if self.engine.has_work():
             result = self.engine.step(self.world.clock.monotonic())
-            self.posts.append(functools.partial(self.role.on_step, result))
+            self.posts.append(functools.partial(self.hosted.on_step, result))
 
 
 @dataclass(eq=False)
@@ -294,7 +306,7 @@ class World:
         records = [worker.record for worker in self.workers.values() if worker.is_alive]
         for worker in self.workers.values():
             if worker.is_alive:
-                worker.connections.update(records)
+                worker.hosted.on_members(Members(workers=tuple(records)))
 
     def send_generate(self, generate: Generate) -> None:
         self.answers[generate.key.request_id] = Answer(generate)
@@ -342,19 +354,18 @@ class World:
         """No block is both free and writable by a peer, or both free and being read by a transfer."""
         for worker in self.workers.values():
             if worker.is_alive:
-                worker.engine.check_invariants()
-                worker.role.ledger.check_invariants()
+                worker.check_invariants()
         for write in self.writes:
             target = self.at(write.target)
             assert target is not None
             self._check_held(target, write.remote_ids, "written")
             self._check_held(write.source, write.local_ids, "read")
         for worker in self.workers.values():
-            if not worker.is_alive or not isinstance(worker.role, PrefillWorker):
+            if not worker.is_alive:
                 continue
-            for request in worker.role._requests.values():
+            for request in worker.hosted.prefill._requests.values():
                 decode = self.at(request.peer)
-                is_fencing = worker.role._is_fencing(request)
+                is_fencing = worker.hosted.prefill._is_fencing(request)
                 if decode is not None and worker.peer in decode.agents and not is_fencing:
                     pushed = request.next_block - request.message.first_block
                     if request.output is None or request.operations_in_flight:
@@ -376,4 +387,4 @@ class World:
             answer.endings.append(output.finish_reason)
 
 
-REPAIRABLE = (Prefill, Cancel, HandoffFenced, HandoffProgress)  # whose loss the protocol makes good
+REPAIRABLE = (Prefill, CancelPrefill, HandoffFenced, HandoffProgress)  # whose loss the protocol makes good

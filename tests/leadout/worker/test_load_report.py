@@ -39,7 +39,7 @@ def test_the_engine_s_and_the_transport_s_load_is_taken_whole() -> None:
     )
     links = (LinkReport(peer="d1", probe_gbps=4.0, gbps=0.5),)
     transfers = TransferCounters(bytes_total=9)
-    report = load_report(load, "ready", HandoffLedger(), links, transfers)
+    report = load_report(load, "ready", [HandoffLedger()], links, transfers)
     assert report == LoadReport(
         state="ready", queue=load.queue, kv=load.kv, steps=load.steps, links=links, transfers=transfers
     )
@@ -48,9 +48,9 @@ def test_the_engine_s_and_the_transport_s_load_is_taken_whole() -> None:
 def test_handoffs_by_state() -> None:
     ledger = ledger_with(a=0, b=1, c=1, d=2, e=3)
     ledger.transition(RequestKey("c", 0), HandoffEvent.FENCE, now=3.0)
-    report = load_report(Load(), "draining", ledger, (), TransferCounters())
+    report = load_report(Load(), "draining", [ledger], (), TransferCounters())
     assert report.handoffs == {"reserved": 1, "streaming": 1, "sealed": 1, "active": 1, "fencing": 1}
     ledger.transition(RequestKey("c", 0), HandoffEvent.FENCED, now=4.0)
     ledger.close(RequestKey("c", 0))
-    report = load_report(Load(), "draining", ledger, (), TransferCounters())
+    report = load_report(Load(), "draining", [ledger], (), TransferCounters())
     assert report.handoffs == {"reserved": 1, "streaming": 1, "sealed": 1, "active": 1}
