@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from cluster.config.settings import RouterConfig
 from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from router.admission import Admission
-from router.api.errors import model_not_found, no_worker
-from router.api.request.validation import ServedModel
 from router.body_workers import BodyWorkers
 from router.cluster_view import ClusterView, Connect
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.policy.choose_workers import PolicySettings
 from router.rejection_log import RejectionLog
+from router.served_model import ModelNotReadyError, ServedModel
 from text_pipeline.text_model import TextModel
 
 _WAITING_BODIES = 16  # of the largest size: that many bytes of bodies may wait to be worked on
@@ -42,18 +41,17 @@ class RouterServices:
     is_draining: bool = False
     registry_problem: Callable[[], str] = lambda: ""  # why the members are not known; "" if they are
 
-    def served_model(self, name: str) -> ServedModel:
-        """The limits of a model that is served now. Raises ApiError: 404 if unknown, 503 if not ready."""
-        if name != self.model_name:
-            raise model_not_found(name, [self.model_name])
+    def served_model(self) -> ServedModel:
+        """The model with the limits of the workers that are ready. Raises ModelNotReadyError."""
+        name = self.model_name
         if self.is_draining:
-            raise no_worker("The router is shutting down.")
+            raise ModelNotReadyError("The router is shutting down.")
         problem = self.registry_problem()
         if problem and self.view.workers:
-            raise no_worker(f"The view of the cluster is too old: {problem}.")
+            raise ModelNotReadyError(f"The view of the cluster is too old: {problem}.")
         workers = [worker for worker in self.view.decode_workers(name) if worker.is_ready]
         if not workers:
-            raise no_worker(
+            raise ModelNotReadyError(
                 f"No decode worker for the model {name!r} is ready: {'; '.join(self.not_ready_reasons())}."
             )
         models = [worker.record.model for worker in workers]

@@ -108,6 +108,12 @@ def test_the_engine_knows_no_network() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("place", ["router/services.py", "router/served_model.py"])
+def test_the_router_s_parts_do_not_import_its_api(place: str) -> None:
+    wrong = [str(one) for one in imports_of(place) if f"{one.module}.".startswith("router.api.")]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("place", WITHOUT_TORCH)
 def test_torch_stays_out(place: str) -> None:
     wrong = [str(one) for one in imports_of(place) if one.module.split(".")[0] == "torch"]

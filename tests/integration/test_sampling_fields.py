@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from cluster.sampling_params import SamplingParams
 from router.api.request.schemas import CompletionRequest
-from router.api.request.validation import ServedModel, sampling_params
+from router.api.request.validation import sampling_params
+from router.served_model import ServedModel
 from tests.engine.prefix_runner import EOS, VOCAB_SIZE, Collector, make_engine, new_request
 from tests.router.request_values import sampling_bodies
 

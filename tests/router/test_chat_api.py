@@ -269,3 +269,21 @@ async def test_a_long_prompt_goes_to_the_prefill_worker_and_the_plan_explains_it
     assert (plan["decode_worker"], plan["prefill_worker"]) == ("d0", "p0")
     assert {row["worker"] for row in plan["candidates"]} == {"d0", "p0"}
     assert await router.metric('leadout_router_plan_decisions_total{decision="remote"}') == 1
+
+
+async def test_workers_know_a_request_by_the_client_s_id(
+    start_router: StartRouter, make_worker: MakeWorker
+) -> None:
+    worker = make_worker(script=answer([EOS]))
+    router = await start_router(worker)
+    body = {"model": MODEL, "messages": QUESTION}
+    for _ in range(2):
+        response = await router.post("chat/completions", body, headers={"X-Request-Id": "mine"})
+        assert response.headers["x-request-id"] == "mine"
+    ids = [message.key.request_id for message in worker.generates]
+    assert all(one.startswith("mine-") for one in ids)
+    assert len(set(ids)) == 2  # a client's id need not be unique
+    response = await router.post("chat/completions", body, headers={"X-Request-Id": "x" * 129})
+    made_up = response.headers["x-request-id"]
+    assert made_up.startswith("req-")
+    assert worker.generates[2].key.request_id.startswith(f"{made_up}-")

@@ -12,8 +12,8 @@ from cluster.config.settings import RouterConfig
 from router.api.errors import ApiError, no_worker
 from router.api.request.body_limits import body_limits
 from router.api.request.preparation import PreparationContext, prepare_chat, prepare_completion
-from router.api.request.validation import ServedModel
 from router.prompt_hashes import PromptHashes
+from router.served_model import ServedModel
 from text_pipeline.text_model import TextModel
 
 GROUP = ("f" * 64, 4)

@@ -10,7 +10,8 @@ from cluster.sampling_params import SamplingParams
 from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from router.api.errors import ApiError
 from router.api.request.schemas import CompletionRequest
-from router.api.request.validation import ServedModel, sampling_params
+from router.api.request.validation import sampling_params
+from router.served_model import ServedModel
 
 
 def sampling(defaults: GenerationDefaults = OPENAI_DEFAULTS, **body: Any) -> SamplingParams:

@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from router.api.errors import ApiError, ClientDisconnectedError
+from router.api.errors import ApiError, ClientDisconnectedError, no_worker
 from router.api.request.body_limits import body_limits
 from router.api.request.preparation import PreparationContext, Prepared
 from router.api.request.schemas import SamplingFields
-from router.api.request.validation import ServedModel
 from router.api.response.generation import request_timeout_ms
+from router.served_model import ModelNotReadyError, ServedModel
 from router.services import RouterServices
 from text_pipeline.text_model import TextModel
 
@@ -62,9 +62,9 @@ def _context(services: RouterServices, request: Request, received_at: float) -> 
     model: ServedModel | None = None
     unavailable: ApiError | None = None
     try:
-        model = services.served_model(services.model_name)
-    except ApiError as error:
-        unavailable = error
+        model = services.served_model()
+    except ModelNotReadyError as error:
+        unavailable = no_worker(str(error))
     return PreparationContext(
         request_id=request.state.request_id,
         model_name=services.model_name,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.sampling_params import SamplingParams
-from router.api.request.validation import ServedModel
 from router.prompt_hashes import PromptHashes
+from router.served_model import ServedModel
 from text_pipeline.stop_strings import StopStrings
 
 

@@ -20,7 +20,6 @@ from router.api.request.generation_spec import GenerationSpec, new_response_id, 
 from router.api.request.json_body import parse_body
 from router.api.request.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from router.api.request.validation import (
-    ServedModel,
     check_chat_supported,
     check_completion_supported,
     check_prompt_token_ids,
@@ -30,6 +29,7 @@ from router.api.request.validation import (
     stop_strings,
 )
 from router.prompt_hashes import HashGroup, PromptHashes
+from router.served_model import ServedModel
 from text_pipeline.chat_template import ChatTemplateError
 from text_pipeline.text_model import TextModel
 from text_pipeline.tokenizer import TokenizerError

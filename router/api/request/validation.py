@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cluster.sampling_params import SamplingParams
-from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from router.api.errors import bad_request, context_length_exceeded, unsupported
 from router.api.request.schemas import (
     ChatCompletionRequest,
@@ -16,21 +14,10 @@ from router.api.request.schemas import (
     SamplingFields,
 )
 from router.api.request.unsupported_fields import check_extra_fields
+from router.served_model import ServedModel
 from text_pipeline.stop_strings import StopStrings
 
 _Number = TypeVar("_Number", int, float)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedModel:
-    """A model that decode workers serve now, with the limits requests must respect."""
-
-    name: str
-    fingerprint: str
-    max_model_len: int  # tokens
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    defaults: GenerationDefaults = OPENAI_DEFAULTS
 
 
 def check_chat_supported(body: ChatCompletionRequest) -> None:
