@@ -285,3 +285,27 @@ async def test_a_worker_without_an_address_is_ignored(make, address: str) -> Non
     registry = make()
     await registry.renew(msgspec.structs.replace(WORKER, address=address))
     assert ids(await registry.members()) == []
+
+
+async def test_a_changed_record_replaces_the_old_one_and_is_what_is_renewed(make) -> None:  # type: ignore[no-untyped-def]
+    one, two = make(heartbeat_ms=20), make()
+    record = worker_record("w0", "decode")
+    await one.register(record)
+    assert (await two.members()).workers == (record,)
+    changed = msgspec.structs.replace(record, role="prefill", role_epoch=1)
+    await one.update(changed)
+    assert (await two.members()).workers == (changed,)
+    remaining_ms = await one._client.pttl(one._key(record))
+    while await one._client.pttl(one._key(record)) <= remaining_ms:  # until it was renewed
+        remaining_ms = min(remaining_ms, await one._client.pttl(one._key(record)))
+    assert (await two.members()).workers == (changed,)
+
+
+async def test_a_role_that_was_written_late_is_not_taken_for_the_newer_one(make) -> None:  # type: ignore[no-untyped-def]
+    one, two = make(), make()
+    record = worker_record("w0", "decode")
+    changed = msgspec.structs.replace(record, role="prefill", role_epoch=1)
+    await one.register(changed)
+    assert (await two.members()).workers == (changed,)
+    await one.renew(record)  # as a write that took too long
+    assert (await two.members()).workers == (changed,)
