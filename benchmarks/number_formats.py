@@ -61,6 +61,7 @@ class Reader:
     def __init__(self, number_format: NumberFormat) -> None:
         self.backend = CpuBackend(number_format)
         model = load_model(resolve_model(BUNDLED_MODEL), backend=self.backend)
+        self.eos_token_ids = model.config.eos_token_ids
         layout = kv_layout(model.config, BLOCK_SIZE, number_format)
         self._num_blocks = -(-PROMPT // BLOCK_SIZE)
         self._runner = ModelRunner(model.module, KvCacheStorage(layout, max(BATCHES) * self._num_blocks + 1))
@@ -139,7 +140,7 @@ def ask(reader: Reader, text: TextModel, figures: Measured) -> None:
     logits = reader.step([(0, prompt, 0)])[0]
     figures.gap = (logits[the] - logits[wrong]).item()
     answer: list[int] = []
-    while len(answer) < 20 and int(logits.argmax()) not in text.tokenizer.eos_token_ids:
+    while len(answer) < 20 and int(logits.argmax()) not in reader.eos_token_ids:
         answer.append(int(logits.argmax()))
         logits = reader.step([(0, answer[-1:], len(prompt) + len(answer) - 1)])[0]
     figures.answer = text.tokenizer.decode(answer)

@@ -87,6 +87,7 @@ class LoadReport(Load, frozen=True, kw_only=True):
     """What a worker publishes each interval; also its entry under ``load`` in ``/cluster``."""
 
     state: WorkerState = "starting"
+    role_epoch: int = 0  # of the role when this was reported, see WorkerRecord
     num_leaving: int = 0  # in hand, handoffs included, of a role that is no longer advertised
     handoffs: dict[str, int] = msgspec.field(default_factory=dict)  # live ones by state; only states with any
     links: tuple[LinkReport, ...] = ()  # to all connected peers

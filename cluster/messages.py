@@ -1,8 +1,8 @@
 """Every message that one process sends another, as msgspec structs in MessagePack.
 
 Routers talk to workers in their decode role, and these to workers in their prefill role. Answers go back
-over the same ZeroMQ connection. A prefill's seal is the exception:
-it travels as a NIXL notification, behind the data.
+over the same ZeroMQ connection. A prefill's seal is the exception: it travels as a NIXL notification, behind
+the data.
 """
 
 from __future__ import annotations

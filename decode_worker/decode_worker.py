@@ -56,7 +56,7 @@ class DecodeWorker:
         self._problems = ProblemLog(logger, runtime.clock)
         self._requests = RequestTable()
         self._over: RecentKeys[RequestKey] = RecentKeys()
-        self._is_draining = False  # or not advertised, which comes to the same
+        self._is_draining = False
         self._links = PrefillLinks(
             runtime.network, on_message=self._on_link_message, on_unreachable=self._on_link_broken
         )
@@ -214,7 +214,11 @@ class DecodeWorker:
         if self._is_draining:
             self._fail(
                 request,
-                RequestError(code="draining", message=f"worker {self._own.worker_id} drains", retryable=True),
+                RequestError(
+                    code="draining",
+                    message=f"worker {self._own.worker_id} takes no new requests",
+                    retryable=True,
+                ),
             )
             return
         self._requests.add(request)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
-from leadout.status import fetch_state
-from leadout.worker_orders import order_worker
-
-_POLL_S = 0.5
+from leadout.worker_orders import follow_worker, order_worker
 
 
 def run_drain(url: str, worker: str, *, wait_s: float, force: bool = False) -> int:
@@ -22,11 +17,9 @@ def run_drain(url: str, worker: str, *, wait_s: float, force: bool = False) -> i
     if wait_s <= 0:
         print(f"{worker} drains")
         return 0
-    give_up_at = time.monotonic() + wait_s
     shown = ""
-    while time.monotonic() < give_up_at:
-        state = {one["id"]: one for one in fetch_state(url)["workers"]}.get(worker)
-        if state is None or state["incarnation"] != incarnation:
+    for state in follow_worker(url, worker, incarnation, wait_s=wait_s):
+        if state is None:
             print(f"{worker} has left")
             return 0
         queue, num_handoffs = state["load"]["queue"], sum(state["load"]["handoffs"].values())
@@ -37,6 +30,5 @@ def run_drain(url: str, worker: str, *, wait_s: float, force: bool = False) -> i
         if now != shown:
             print(now)
             shown = now
-        time.sleep(_POLL_S)
     print(f"{worker} has not left after {wait_s:g} s; it goes on draining")
     return 1

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 from cluster.members import Role
-from leadout.status import fetch_state
-from leadout.worker_orders import order_worker
-
-_POLL_S = 0.2
+from leadout.worker_orders import follow_worker, order_worker
 
 
 def run_flip(url: str, worker: str, role: Role, *, wait_s: float, force: bool = False) -> int:
@@ -25,21 +20,20 @@ def run_flip(url: str, worker: str, role: Role, *, wait_s: float, force: bool = 
     if wait_s <= 0:
         print(f"{worker} becomes {role}")
         return 0
-    give_up_at = time.monotonic() + wait_s
     shown = ""
-    while time.monotonic() < give_up_at:
-        state = {one["id"]: one for one in fetch_state(url)["workers"]}.get(worker)
-        if state is None or state["incarnation"] != incarnation:
+    for state in follow_worker(url, worker, incarnation, wait_s=wait_s):
+        if state is None:
             print(f"{worker} has left")
             return 1
-        num_leaving = state["load"]["num_leaving"]
-        if state["role"] == role and not num_leaving:
+        load, num_leaving = state["load"], state["load"]["num_leaving"]
+        # A report from before the flip knows of nothing that is left of the old role.
+        is_current = load["role_epoch"] == state["role_epoch"]
+        if state["role"] == role and is_current and not num_leaving:
             print(f"{worker} is {role}")
             return 0
         now = f"{worker} is {state['role']}, {num_leaving} in hand of what it takes no more"
         if now != shown:
             print(now)
             shown = now
-        time.sleep(_POLL_S)
     print(f"{worker} has not finished after {wait_s:g} s; it goes on")
     return 1

@@ -10,6 +10,7 @@ import httpx
 from rich.live import Live
 from rich.table import Table
 
+from cluster.members import takes_requests
 from leadout.console import wide_console
 from leadout.errors import UserError
 
@@ -17,7 +18,7 @@ _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "magenta"}
 
 
 def run_status(url: str, *, as_json: bool, watch_s: float | None) -> int:
-    """Print the state, once or each ``watch_s`` seconds; 1 if no decode worker is ready."""
+    """Print the state, once or each ``watch_s`` seconds; 1 if no worker that takes requests is ready."""
     state = fetch_state(url)
     if as_json:
         print(json.dumps(state, indent=1))
@@ -33,7 +34,7 @@ def run_status(url: str, *, as_json: bool, watch_s: float | None) -> int:
             while True:
                 time.sleep(watch_s)
                 live.update(state_table(fetch_state(url)), refresh=True)
-    is_serving = any(one["role"] == "decode" and one["state"] == "ready" for one in state["workers"])
+    is_serving = any(takes_requests(one["role"]) and one["state"] == "ready" for one in state["workers"])
     return 0 if is_serving else 1
 
 

@@ -195,7 +195,7 @@ class PrefillWorker:
             self._runtime.send(prefill.sender, HandoffFenced(key=message.key))
             return
         if self._is_draining:
-            self._refuse(prefill, "draining", f"worker {self._own.worker_id} drains")
+            self._refuse(prefill, "draining", f"worker {self._own.worker_id} takes no new prompts")
             return
         peer = self._runtime.peers.get(prefill.sender)
         if peer is None or peer.incarnation != prefill.incarnation:

@@ -304,7 +304,10 @@ class ClusterView:
                 reason = incompatibility(decode.record, worker.record)
                 if reason is None:
                     peers.add(worker.record.id)
-                elif worker.record.model.name == decode.record.model.name:
+                elif worker.record.model.name == decode.record.model.name and not (
+                    # two that are both: said once
+                    decode.record.role == worker.record.role and worker.record.id < decode.record.id
+                ):
                     incompatible.append(Incompatible((decode.record.id, worker.record.id), reason))
             decode.peers = frozenset(peers)
         known = set(self.incompatible)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from cluster.load import LoadReport
-from cluster.members import WorkerRecord, takes_requests
+from cluster.members import Role, WorkerRecord, takes_requests
 from cluster.messages import Message
 from cluster.sequence_spec import RequestKey
 from router.policy.plan import WorkerSnapshot
@@ -44,6 +45,7 @@ class WorkerView:
         self.kv_sequence: int | None = None  # of the last KV event applied; None until a snapshot came
         self.is_reachable = True  # until the connection breaks, and again with the next message
         self.was_told_to_drain = False  # through this router; the worker itself says so with its next report
+        self.ordered_role: Role | None = None  # through this router, until the worker's record changes
         self.peers: frozenset[str] = frozenset()  # compatible prefill workers, if this is a decode worker
         self._requests: set[RequestKey] = set()
         self._prefills: dict[RequestKey, int] = {}  # uncached prompt tokens
@@ -76,7 +78,12 @@ class WorkerView:
         """Another state of the same incarnation: its role may have changed."""
         if record.role != self.record.role:
             logger.info("worker %s was %s and is %s", record.id, self.record.role, record.role)
+            self.ordered_role = None
         self.record = record
+
+    def keeps(self, takes: Callable[[Role], bool]) -> bool:
+        """Whether it does some work, and was not ordered to give it up."""
+        return takes(self.record.role) and (self.ordered_role is None or takes(self.ordered_role))
 
     def report(self, load: LoadReport) -> None:
         """Take a new load report, which includes all dispatches so far."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cluster.members import takes_prefills, takes_requests
 from leadout.doctor.check import Finding
 from leadout.errors import UserError
 from leadout.status import fetch_state
@@ -36,10 +37,14 @@ def check_cluster(url: str, *, stuck_after_s: float = _STUCK_AFTER_S) -> list[Fi
 
 def judge_workers(workers: Sequence[Worker]) -> Finding:
     """Whether somebody can generate, and who is not ready."""
-    counts = {role: sum(1 for one in workers if one["role"] == role) for role in ("prefill", "decode")}
-    seen = f"{counts['prefill']} prefill and {counts['decode']} decode workers"
+    num_decode = sum(takes_requests(one["role"]) for one in workers)
+    num_prefill = sum(takes_prefills(one["role"]) for one in workers)
+    num_both = num_decode + num_prefill - len(workers)
+    seen = f"{num_prefill} prefill and {num_decode} decode workers" + (
+        f", {num_both} both" if num_both else ""
+    )
     data = {"workers": {one["id"]: one["state"] for one in workers}}
-    if not any(one["role"] == "decode" and one["state"] == "ready" for one in workers):
+    if not any(takes_requests(one["role"]) and one["state"] == "ready" for one in workers):
         remedy = "start a decode worker, or read the log of one that does not become ready"
         return Finding("failed", f"{seen}; no decode worker is ready", remedy, data, "workers")
     others = [f"{one['id']} is {one['state']}" for one in workers if one["state"] != "ready"]

@@ -181,6 +181,7 @@ class HostedWorker:
             [role.ledger for role in self._roles],
             self._transport.links(),
             self._transport.counters(),
+            role_epoch=self.record.role_epoch,
             num_leaving=sum(role.num_active for role in self._roles if not self._takes_work(role)),
         )
         self.shell.publish_load(report)

@@ -15,6 +15,8 @@ def load_report(
     ledgers: Iterable[HandoffLedger],
     links: tuple[LinkReport, ...],
     transfers: TransferCounters,
+    *,
+    role_epoch: int = 0,
     num_leaving: int = 0,
 ) -> LoadReport:
     """What a worker publishes of itself; the fields are ``LoadReport``'s."""
@@ -26,6 +28,7 @@ def load_report(
         kv=load.kv,
         steps=load.steps,
         state=state,
+        role_epoch=role_epoch,
         num_leaving=num_leaving,
         handoffs=dict(handoffs),
         links=links,

@@ -51,7 +51,7 @@ def cluster_state(services: RouterServices) -> dict[str, Any]:
 def drain_worker(services: RouterServices, name: str, *, force: bool) -> dict[str, Any]:
     """Tell a worker to take no new work, finish what it has, and end.
 
-    Raises ApiError: 404 if there is none, 409 if it is the last of its role and not ``force``, 503.
+    Raises ApiError: 404 if there is none, 409 if nobody else takes what it takes and not ``force``, 503.
     """
     worker = _find(services, name)
     consequence = _lost_without(services, worker)
@@ -90,6 +90,7 @@ def flip_worker(services: RouterServices, name: str, role: Role, *, force: bool)
         incarnation = services.view.send(name, SetRole(role=role))
     except WorkerUnreachableError as error:
         raise ApiError(503, f"{error}.", code="worker_unreachable") from error
+    worker.ordered_role = role
     logger.info("asked %s to become %s", name, role)
     return {"worker": name, "incarnation": incarnation, "role": role}
 
@@ -123,7 +124,7 @@ def _lost_without(services: RouterServices, worker: WorkerView, kept: Role | Non
         ("prefills", takes_prefills, "without it decode workers compute all prompts themselves"),
     ):
         is_given_up = takes(record.role) and (kept is None or not takes(kept))
-        if is_given_up and not worker.is_draining and not any(takes(other.record.role) for other in others):
+        if is_given_up and not worker.is_draining and not any(other.keeps(takes) for other in others):
             return (
                 f"{record.id} is the last worker that takes {what} for {record.model.name!r} and is not "
                 f"draining or down: {consequence}"

@@ -5,7 +5,7 @@ Decode worker: among the workers that can take the request, drop those that are 
 the longest cached prefix, then the fewest requests, then the most free KV blocks. The overload rule bounds
 how far a popular prefix can pull requests to one worker: with the defaults, a worker with 10 requests loses
 its hits once another has 2 or fewer. Workers whose free blocks cannot hold the prompt are used only if all
-are so.
+are so. One that takes prefills as well computes its requests' prompts itself.
 
 Prefill worker: the same with outstanding prefill tokens as the load. Unlike requests, those tokens are the
 very work a cached prefix saves, so here the two add up: least (outstanding + uncached) tokens wins ties of
@@ -51,46 +51,19 @@ def choose_workers(
     decode, decode_rows = _choose_decode_worker(request, decode_workers, settings)
     cached = _usable_cached_tokens(request, decode)
     uncached = request.num_tokens - cached
-    if uncached <= settings.local_prefill_max_tokens:
-        reason = (
-            f"local prefill: {uncached} uncached tokens, at most {settings.local_prefill_max_tokens}"
-            " are prefilled locally"
-        )
-        return Plan(
-            decode_worker=decode.id,
-            prefill_worker=None,
-            reason=reason,
-            cached_tokens=cached,
-            uncached_tokens=uncached,
-            candidates=decode_rows,
-        )
-    if request.num_failed_prefills >= settings.max_failed_prefills:
-        return Plan(
-            decode_worker=decode.id,
-            prefill_worker=None,
-            reason=f"local prefill: {request.num_failed_prefills} prefill workers have failed this request",
-            cached_tokens=cached,
-            uncached_tokens=uncached,
-            candidates=decode_rows,
-        )
-    if any(worker.id == decode.id for worker in prefill_workers):
-        return Plan(
-            decode_worker=decode.id,
-            prefill_worker=None,
-            reason="local prefill: the decode worker takes prefills, too",
-            cached_tokens=cached,
-            uncached_tokens=uncached,
-            candidates=decode_rows,
-        )
-    prefill, prefill_rows = _choose_prefill_worker(request, decode, prefill_workers, settings)
+    reason, rows = _why_local(request, decode, uncached, prefill_workers, settings), decode_rows
+    prefill: WorkerSnapshot | None = None
+    if not reason:
+        prefill, prefill_rows = _choose_prefill_worker(request, decode, prefill_workers, settings)
+        reason, rows = "no compatible prefill worker is ready", decode_rows + prefill_rows
     if prefill is None:
         return Plan(
             decode_worker=decode.id,
             prefill_worker=None,
-            reason="local prefill: no compatible prefill worker is ready",
+            reason=f"local prefill: {reason}",
             cached_tokens=cached,
             uncached_tokens=uncached,
-            candidates=decode_rows + prefill_rows,
+            candidates=rows,
         )
     return Plan(
         decode_worker=decode.id,
@@ -98,8 +71,26 @@ def choose_workers(
         reason=f"remote prefill: {uncached} uncached tokens on the decode worker",
         cached_tokens=cached,
         uncached_tokens=request.num_tokens - _usable_cached_tokens(request, prefill),
-        candidates=decode_rows + prefill_rows,
+        candidates=rows,
     )
+
+
+def _why_local(
+    request: RequestSnapshot,
+    decode: WorkerSnapshot,
+    uncached: int,
+    prefill_workers: Sequence[WorkerSnapshot],
+    settings: PolicySettings,
+) -> str:
+    """Why the decode worker shall prefill whatever prefill workers there are; "" if it need not."""
+    if uncached <= settings.local_prefill_max_tokens:
+        most = settings.local_prefill_max_tokens
+        return f"{uncached} uncached tokens, at most {most} are prefilled locally"
+    if request.num_failed_prefills >= settings.max_failed_prefills:
+        return f"{request.num_failed_prefills} prefill workers have failed this request"
+    if any(worker.id == decode.id for worker in prefill_workers):
+        return "the decode worker takes prefills, too"
+    return ""
 
 
 def _choose_decode_worker(

@@ -10,7 +10,7 @@ import zmq
 
 from cluster.load import KvLoad, LoadReport, QueueLoad
 from cluster.members import Members
-from cluster.messages import Cancel, Drain, KvEvents, Subscribe
+from cluster.messages import Cancel, Drain, KvEvents, SetRole, Subscribe
 from cluster.sequence_spec import RequestKey
 from tests.cluster.shell_harness import LEASE_S, Harness, block, router_record, until
 
@@ -76,6 +76,13 @@ async def test_whose_request_a_malformed_message_is_about_is_told(harness: Harne
     ((peer, incarnation, message),) = harness.malformed
     assert (peer, incarnation) == ("router-0", 1)
     assert (message.kind, message.key) == ("generate", RequestKey("r", 2))
+
+
+async def test_an_order_to_change_the_role_is_the_host_s_affair(harness: Harness) -> None:
+    router = harness.router()
+    router.connection.send(SetRole(role="both"))
+    await harness.heard(router)
+    assert (harness.roles, harness.messages) == (["both"], [])
 
 
 async def test_an_order_to_drain_is_the_host_s_affair(harness: Harness) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from leadout import drain
+from leadout import worker_orders
 from leadout.drain import run_drain
 from leadout.errors import UserError
 from tests.leadout.http_server import Answer, Request, as_json, scripted_server
@@ -35,7 +35,7 @@ def _router(states: list[list[dict[str, Any]]]) -> Callable[[Request], Answer]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "_POLL_S", 0.01)
+    monkeypatch.setattr(worker_orders, "_POLL_S", 0.01)
 
 
 @pytest.mark.parametrize("after", [[], [_worker(incarnation=6)]], ids=["gone", "replaced"])

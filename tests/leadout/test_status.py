@@ -72,6 +72,7 @@ def test_nothing_is_cut_off_where_there_is_no_terminal(capsys: pytest.CaptureFix
         ([_worker("d", "decode", "starting")], 1),
         ([_worker("d", "decode", "draining"), _worker("p", "prefill")], 1),
         ([_worker("d", "decode")], 0),
+        ([_worker("w", "both")], 0),
         ([_worker("d", "decode", "draining"), _worker("e", "decode")], 0),
     ],
 )

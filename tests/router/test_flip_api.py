@@ -59,6 +59,29 @@ async def test_a_worker_that_drains_is_not_flipped(
     assert (response.status_code, response.json()["error"]["code"]) == (409, "worker_draining")
 
 
+async def test_two_orders_at_once_do_not_flip_both_of_two(
+    start_router: StartRouter, make_worker: MakeWorker
+) -> None:
+    """The first one's worker shows its new role only with its next record."""
+    router = await start_router(_worker(make_worker, "d0"), _worker(make_worker, "d1"))
+    assert (await _flip(router, "d0", role="prefill")).status_code == 202
+    assert (await _flip(router, "d1", role="prefill")).status_code == 409
+    assert (await _flip(router, "d0", role="decode")).status_code == 202, "taken back"
+    assert (await _flip(router, "d1", role="prefill")).status_code == 202
+
+
+def test_two_that_are_both_and_do_not_fit_are_named_once() -> None:
+    harness = Harness()
+    one, other = (
+        structs.replace(
+            worker_record(name, "both"), model=structs.replace(worker_record("d0").model, dtype=dtype)
+        )
+        for name, dtype in (("a", "float32"), ("b", "float16"))
+    )
+    harness.view.update([one, other], ())
+    assert [item.workers for item in harness.view.incompatible] == [("a", "b")]
+
+
 def test_a_changed_record_is_taken_over_and_pairs_follow() -> None:
     harness = Harness()
     d0, d1 = worker_record("d0", "decode"), worker_record("d1", "decode")

@@ -82,6 +82,9 @@ class ClusterWorld(World):
         self._lives += 1
         self.workers[name] = ClusterWorker(self, Peer(name, self._lives), role)
 
+    def role_changed(self, record: WorkerRecord) -> None:
+        self.count(f"became {record.role}")
+
     def cluster_workers(self) -> list[ClusterWorker]:
         """Those that run now: alive and not frozen."""
         return [
@@ -262,7 +265,7 @@ class ClusterWorld(World):
         self.orphans = [write for write in self.orphans if write.target != worker.peer]
         if self.rng.random() < 0.7:  # otherwise only the lease tells
             for other in (ROUTER, *WORKERS):
-                if other != name and (other == ROUTER or WORKERS[other] != worker.role_name):
+                if other != name:
                     if other == ROUTER and not self.router_runs:
                         continue
                     if other != ROUTER and self.workers[other] not in self.cluster_workers():

@@ -23,6 +23,9 @@ from tests.simulation.walk import Walk
 
 NUM_STEPS = 300
 HAPPENED = (
+    "became both",
+    "became decode",
+    "became prefill",
     "checksum mismatches",
     "connections broken",
     "damaged writes",
@@ -46,6 +49,9 @@ HAPPENED = (
     "router frozen and continued",
     "workers drained",
 )
+
+# Which of the two is met first depends on who gets the blocks next: a new handoff, or nobody yet.
+STILL_WRITABLE = "are free, but still written|its writer may still write it"
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +111,7 @@ def test_failed_prefills_whose_blocks_are_not_quarantined_are_noticed(
         return PrefillFailure(**{**fields, "may_still_write": False})  # type: ignore[arg-type]
 
     monkeypatch.setattr("decode_worker.remote_prefills.PrefillFailure", always_safe)
-    find_violation("are free, but still written")
+    find_violation(STILL_WRITABLE)
 
 
 def test_a_seal_before_the_data_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,4 +144,4 @@ def test_tokens_of_an_old_attempt_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_request_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_module.DecodeWorker, "_prefill_failed", lambda self, failure: None)
-    find_violation("its writer may still write it")
+    find_violation(STILL_WRITABLE)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import get_args
 
-from cluster.messages import CancelPrefill, HandoffFenced, HandoffProgress, Prefill
+from cluster.members import Role
+from cluster.messages import CancelPrefill, HandoffFenced, HandoffProgress, Prefill, SetRole
 from cluster.sampling_params import SamplingParams
+from router.cluster_view import WorkerUnreachableError
 from router.dispatch import MAX_ATTEMPTS, RECOVERY_WAIT_S
 from tests.engine.prefix_runner import greedy, oracle
 from tests.simulation.cluster_world import WORKERS, ClusterWorker, ClusterWorld
@@ -60,6 +64,7 @@ class Walk:
             (1, self.router_fault),
             (1, self.damage),
             (1, self.drain),
+            (1, self.flip),
             (4, self.repair),
         ]
         self._weights = [weight for weight, _ in self._actions]
@@ -271,6 +276,14 @@ class Walk:
         self.world.count("workers drained")
         self.world.crash(worker.peer.worker_id)
 
+    def flip(self) -> None:
+        """An operator has the router change a worker's role."""
+        if self.world.router_runs and self.rng.random() < 0.5:
+            assert self.world.router is not None
+            role = self.rng.choice(get_args(Role))
+            with contextlib.suppress(WorkerUnreachableError):
+                self.world.router.view.send(self.rng.choice(list(WORKERS)), SetRole(role=role))
+
     # --- the end ---
 
     def come_to_an_end(self) -> None:
@@ -289,6 +302,8 @@ class Walk:
                 world.crash(name)
             if not world.workers[name].is_alive:
                 self.restart(name)
+        for name, role in WORKERS.items():
+            self.world.workers[name].hosted.set_role(role)
         for _ in range(3000):
             world.tell_members(everybody=True)
             self.tick(TICK_S)

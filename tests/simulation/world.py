@@ -103,7 +103,7 @@ class Worker:
             events=self.events,
             post=self.posts.append,
             check_gone=self.world.check_gone,
-            on_changed=lambda record: None,  # the world looks at all records
+            on_changed=self.world.role_changed,
             on_drain=lambda: None,
         )
 
@@ -287,6 +287,9 @@ class World:
             worker is None or worker.peer.incarnation != record.incarnation or not worker.is_alive
         )
         return future
+
+    def role_changed(self, record: WorkerRecord) -> None:
+        """Nothing to do: the world looks at all records."""
 
     def crash(self, name: str) -> None:
         """kill -9: its memory is gone, and so are the writes it was making and those into it."""

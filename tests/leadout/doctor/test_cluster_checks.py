@@ -49,6 +49,11 @@ def test_a_cluster_that_is_well() -> None:
     assert found["link:p->d"].data == {"worker": "p", "peer": "d", "probe_gbps": 4.1, "gbps": 3.9}
 
 
+def test_a_worker_that_is_both_can_generate() -> None:
+    finding = _check(_state(_worker("w", "both"), _PREFILL))["workers"]
+    assert (finding.status, finding.seen) == ("ok", "2 prefill and 1 decode workers, 1 both, all ready")
+
+
 def test_routers_that_know_no_links() -> None:
     assert _check(_state(_PREFILL, _DECODE))["links"].status == "skipped"
 

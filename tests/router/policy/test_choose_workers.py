@@ -101,6 +101,19 @@ def test_unusable_decode_workers_are_named(fields: dict[str, object], reason: st
         choose_workers(request(), [decode("d0", **fields)], [], SETTINGS)
 
 
+def test_a_worker_that_takes_both_prefills_for_itself() -> None:
+    both = decode("d0")
+    plan = choose_workers(request(), [both], [both, worker_snapshot("p0")], SETTINGS)
+    assert (plan.decode_worker, plan.prefill_worker) == ("d0", None)
+    assert plan.reason == "local prefill: the decode worker takes prefills, too"
+
+
+def test_a_worker_that_takes_both_prefills_for_others() -> None:
+    both = worker_snapshot("p0", num_requests=9)
+    plan = choose_workers(request(), [decode("d0"), both], [both], SETTINGS)
+    assert (plan.decode_worker, plan.prefill_worker) == ("d0", "p0")
+
+
 def test_no_decode_worker_at_all() -> None:
     with pytest.raises(NoWorkerError, match="no decode worker is registered"):
         choose_workers(request(), [], [worker_snapshot("p0")], SETTINGS)
