@@ -123,16 +123,24 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     routers: tuple[RouterRecord, ...] = ()
 
 
+_COMPATIBILITY = ("protocol version", "model fingerprint", "dtype", "KV layout", "transport")
+
+
+def compatibility_key(record: WorkerRecord) -> tuple[object, ...]:
+    """Equal for workers that can hand over KV blocks to each other, and only for those."""
+    return (
+        record.protocol_version,
+        record.model.fingerprint,
+        record.model.dtype,
+        record.kv_layout,
+        record.transport,
+    )
+
+
 def incompatibility(one: WorkerRecord, other: WorkerRecord) -> str | None:
     """Why two workers cannot hand over KV blocks to each other; None if they can."""
-    checks: tuple[tuple[str, object, object], ...] = (
-        ("protocol version", one.protocol_version, other.protocol_version),
-        ("model fingerprint", one.model.fingerprint, other.model.fingerprint),
-        ("dtype", one.model.dtype, other.model.dtype),
-        ("KV layout", one.kv_layout, other.kv_layout),
-        ("transport", one.transport, other.transport),
-    )
-    for what, mine, theirs in checks:
+    keys = compatibility_key(one), compatibility_key(other)
+    for what, mine, theirs in zip(_COMPATIBILITY, *keys, strict=True):
         if mine != theirs:
             return f"{what} differs: {one.id} has {mine}, {other.id} has {theirs}"
     return None

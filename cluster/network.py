@@ -22,6 +22,10 @@ class Connection(Protocol):
         ...
 
 
+# (worker, what takes its messages, what is called when an established connection breaks): see Network.connect
+Connect = Callable[[WorkerRecord, Callable[[Envelope], None], Callable[[], None]], Connection]
+
+
 class Server(Protocol):
     """A worker's side: what was sent to it is given to ``on_message`` of ``listen``.
 

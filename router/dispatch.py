@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from msgspec import structs
 
+from cluster.clock import Clock
 from cluster.malformed import UNDECODABLE
 from cluster.messages import Cancel, Generate, RequestError, TokenBatch, TokenOutput
 from cluster.recent_keys import RecentKeys
@@ -32,9 +32,8 @@ from cluster.sequence_spec import RequestKey
 from router.cluster_view import ClusterView, WorkerUnreachableError
 from router.in_flight import Generation, InFlightRequest, InFlightTable, SequenceRequest
 from router.metrics import RouterMetrics
-from router.policy.choose_workers import PolicySettings, choose_workers
-from router.policy.plan import NoWorkerError, Plan, RequestSnapshot
-from router.prompt_hashes import PromptHashes
+from router.policy.plan import NoWorkerError, Plan, Policy, RequestSnapshot
+from router.state.prompt_hashes import PromptHashes
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +61,15 @@ class Dispatcher:
     def __init__(
         self,
         view: ClusterView,
-        settings: PolicySettings,
+        policy: Policy,
         metrics: RouterMetrics,
-        clock: Callable[[], float] = time.time,
+        clock: Clock,
         timer: Callable[[float, Callable[[], None]], Timer] = call_later,
     ) -> None:
-        """``clock`` gives unix seconds; ``timer(delay in s, function)`` runs a function later."""
+        """``timer(delay in s, function)`` runs a function later."""
         self.in_flight = InFlightTable()
         self._view = view
-        self._settings = settings
+        self._policy = policy
         self._metrics = metrics
         self._clock = clock
         self._timer = timer
@@ -84,7 +83,7 @@ class Dispatcher:
         Raises NoWorkerError, with nothing left behind, if one of them cannot be placed.
         """
         generation = Generation(len(requests))
-        deadline = self._clock() + timeout_ms / 1000
+        deadline = self._clock.unix() + timeout_ms / 1000
         hashes: PromptHashes | None = None
         try:
             for index, request in enumerate(requests):
@@ -180,7 +179,7 @@ class Dispatcher:
             output = structs.replace(output, timings=None)
         entry.output_token_ids.extend(output.token_ids)
         if entry.lost_at:
-            self._metrics.recovered(entry.lost_for, self._clock() - entry.lost_at)
+            self._metrics.recovered(entry.lost_for, self._clock.unix() - entry.lost_at)
             entry.lost_at = 0.0
         if output.finish_reason is not None:
             self._finish(entry)
@@ -197,7 +196,7 @@ class Dispatcher:
         entry.num_failed_prefills += error.code == "prefill_failed"
         entry.attempt += 1
         if not entry.lost_at:
-            entry.lost_at, entry.lost_for = self._clock(), error.code
+            entry.lost_at, entry.lost_for = self._clock.unix(), error.code
         self._metrics.redispatched(error.code, is_migration=bool(entry.output_token_ids))
         logger.info(
             "request %s: attempt %d after %s, with %d tokens generated",
@@ -209,11 +208,11 @@ class Dispatcher:
         try:
             self._dispatch(entry)
         except NoWorkerError:
-            self._park(entry, error, self._clock() + RECOVERY_WAIT_S)
+            self._park(entry, error, self._clock.unix() + RECOVERY_WAIT_S)
 
     def _park(self, entry: InFlightRequest, error: RequestError, give_up_at: float) -> None:
         """Try again soon, on any worker: the one that was lost may have been started again."""
-        if self._clock() >= give_up_at:
+        if self._clock.unix() >= give_up_at:
             self._fail(entry, error)
             return
         entry.excluded_workers = frozenset()
@@ -233,18 +232,17 @@ class Dispatcher:
         """
         request = entry.request
         while True:
-            decode, prefill = self._view.snapshots(request.model, entry.hashes)
-            plan = choose_workers(
+            plan = self._policy.plan(
+                self._view.state,
                 RequestSnapshot(
-                    num_prompt_tokens=len(request.spec.prompt_token_ids),
-                    num_output_tokens=len(entry.output_token_ids),
-                    max_tokens=request.spec.sampling.max_tokens,
+                    model=request.model,
+                    hashes=entry.hashes,
+                    num_tokens=len(request.spec.prompt_token_ids) + len(entry.output_token_ids),
                     excluded_workers=entry.excluded_workers,
                     num_failed_prefills=entry.num_failed_prefills,
+                    is_explained=request.is_explained,
                 ),
-                decode,
-                prefill,
-                self._settings,
+                self._clock.unix(),
             )
             message = Generate(
                 key=entry.key,
@@ -266,10 +264,10 @@ class Dispatcher:
         entry.plan = plan
         entry.generation.plans[entry.index] = plan
         self.in_flight.add(entry)
-        decode = self._view.get(plan.decode_worker)
+        decode = self._view.state.get(plan.decode_worker)
         if decode is not None:
             decode.add_request(entry.key)
-        computing = self._view.get(plan.prefill_worker or plan.decode_worker)
+        computing = self._view.state.get(plan.prefill_worker or plan.decode_worker)
         if computing is not None:
             computing.add_prefill(entry.key, plan.uncached_tokens)
         logger.debug(
@@ -287,7 +285,7 @@ class Dispatcher:
 
     def _prefill_done(self, entry: InFlightRequest) -> None:
         assert entry.plan is not None
-        computing = self._view.get(entry.plan.prefill_worker or entry.plan.decode_worker)
+        computing = self._view.state.get(entry.plan.prefill_worker or entry.plan.decode_worker)
         if computing is not None:
             computing.remove_prefill(entry.key)
 
@@ -295,7 +293,7 @@ class Dispatcher:
         """Take the entry out of the table and out of the workers' counts."""
         assert entry.plan is not None
         self._prefill_done(entry)
-        decode = self._view.get(entry.plan.decode_worker)
+        decode = self._view.state.get(entry.plan.decode_worker)
         if decode is not None:
             decode.remove_request(entry.key)
         self.in_flight.remove(entry)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from cluster.messages import RequestError, TokenOutput
 from cluster.sequence_spec import RequestKey, SequenceSpec
 from router.policy.plan import Plan
-from router.prompt_hashes import PromptHashes
+from router.state.prompt_hashes import PromptHashes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,7 @@ class SequenceRequest:
     model: str
     spec: SequenceSpec
     hashes: PromptHashes | None = None  # of the prompt, where they have been computed
+    is_explained: bool = False  # whether its plans shall list their candidates
 
 
 @dataclass(kw_only=True, eq=False)

@@ -90,7 +90,7 @@ class Membership:
         async for members in self._registry.watch():
             self._has_members = True
             try:
-                self._view.update(members.workers, members.routers)
+                self._view.update(members)
             except Exception as error:  # the next change, or the next heartbeat, brings the members again
                 message = "taking over the list of members failed"
                 self._problems.report("members", message, level=logging.ERROR, error=error)

@@ -6,14 +6,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cluster.clock import SystemClock
 from cluster.config.settings import RouterConfig
+from cluster.network import Connect
 from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from router.admission import Admission
 from router.body_workers import BodyWorkers
-from router.cluster_view import ClusterView, Connect
+from router.cluster_view import ClusterView
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
-from router.policy.choose_workers import PolicySettings
+from router.policy.longest_prefix import LongestPrefixPolicy, PolicySettings
 from router.rejection_log import RejectionLog
 from router.served_model import ModelNotReadyError, ServedModel
 from text_pipeline.text_model import TextModel
@@ -40,23 +42,29 @@ class RouterServices:
     started_at: float = field(default_factory=time.time)
     is_draining: bool = False
     registry_problem: Callable[[], str] = lambda: ""  # why the members are not known; "" if they are
+    _served: ServedModel | None = None  # as it was at ...
+    _served_version: tuple[int, int] = (0, 0)  # ... this version of the cluster's state
 
     def served_model(self) -> ServedModel:
         """The model with the limits of the workers that are ready. Raises ModelNotReadyError."""
         name = self.model_name
         if self.is_draining:
             raise ModelNotReadyError("The router is shutting down.")
+        state = self.view.state
         problem = self.registry_problem()
-        if problem and self.view.workers:
+        if problem and state.workers:
             raise ModelNotReadyError(f"The view of the cluster is too old: {problem}.")
-        workers = [worker for worker in self.view.decode_workers(name) if worker.is_ready]
+        if self._served is not None and self._served_version == state.version:
+            return self._served
+        workers = [worker for worker in state.decode_workers(name) if worker.is_ready]
         if not workers:
             raise ModelNotReadyError(
                 f"No decode worker for the model {name!r} is ready: {'; '.join(self.not_ready_reasons())}."
             )
         models = [worker.record.model for worker in workers]
         largest = max(models, key=lambda model: model.max_model_len)
-        return ServedModel(
+        self._served_version = state.version
+        self._served = ServedModel(
             name=name,
             fingerprint=largest.fingerprint,
             max_model_len=largest.max_model_len,
@@ -64,6 +72,7 @@ class RouterServices:
             eos_token_ids=tuple({token for model in models for token in model.eos_token_ids}),
             defaults=self.generation_defaults,
         )
+        return self._served
 
     def not_ready_reasons(self) -> list[str]:
         """Why this router cannot serve; empty if it can."""
@@ -72,11 +81,11 @@ class RouterServices:
         problem = self.registry_problem()
         if problem:
             return [problem]
-        decode = self.view.decode_workers(self.model_name)
+        decode = self.view.state.decode_workers(self.model_name)
         if any(worker.is_ready for worker in decode):
             return []
         if not decode:
-            others = [name for name in self.view.models(ready=False) if name != self.model_name]
+            others = [name for name in self.view.state.models(ready=False) if name != self.model_name]
             reasons = [f"no decode worker for {self.model_name!r} is registered"]
             if others:
                 reasons.append(f"registered decode workers serve {', '.join(map(repr, others))}")
@@ -123,7 +132,7 @@ def build_services(
         max_index_blocks=config.max_index_blocks,
         max_vocab_size=lambda name: num_tokens if name == model_name else None,
     )
-    dispatcher = Dispatcher(view, policy_settings(config), metrics)
+    dispatcher = Dispatcher(view, LongestPrefixPolicy(policy_settings(config)), metrics, SystemClock())
     return RouterServices(
         router_id=router_id,
         model_name=model_name,

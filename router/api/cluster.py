@@ -14,7 +14,7 @@ from cluster.messages import Drain, SetRole
 from router.api.errors import ApiError
 from router.cluster_view import WorkerUnreachableError
 from router.services import RouterServices
-from router.worker_view import WorkerView
+from router.state.worker_view import WorkerView
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def cluster_state(services: RouterServices) -> dict[str, Any]:
     """Workers with their loads, routers, and what cannot work together."""
     view = services.view
     return {
-        "workers": [_worker(services, worker) for worker in view.workers],
+        "workers": [_worker(services, worker) for worker in view.state.workers],
         "routers": [msgspec.to_builtins(record) for record in view.routers],
         "incompatible": [
             {"workers": list(item.workers), "reason": item.reason} for item in view.incompatible
@@ -96,9 +96,9 @@ def flip_worker(services: RouterServices, name: str, role: Role, *, force: bool)
 
 
 def _find(services: RouterServices, name: str) -> WorkerView:
-    worker = services.view.get(name)
+    worker = services.view.state.get(name)
     if worker is None:
-        known = ", ".join(one.record.id for one in services.view.workers) or "none"
+        known = ", ".join(one.record.id for one in services.view.state.workers) or "none"
         raise ApiError(
             404, f"There is no worker {name!r}. The workers are: {known}.", code="worker_not_found"
         )
@@ -113,7 +113,7 @@ def _lost_without(services: RouterServices, worker: WorkerView, kept: Role | Non
     record = worker.record
     others = [
         other
-        for other in services.view.workers
+        for other in services.view.state.workers
         if other is not worker
         and other.record.model.name == record.model.name
         and other.is_ready
@@ -152,6 +152,6 @@ def _worker(services: RouterServices, worker: WorkerView) -> dict[str, Any]:
         "load": load,
         "router": {
             "in_flight": worker.num_in_flight,
-            "kv_blocks_indexed": services.view.kv_index.num_blocks(worker.slot),
+            "kv_blocks_indexed": services.view.state.kv_index.num_blocks(worker.slot),
         },
     }

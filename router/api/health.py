@@ -34,9 +34,9 @@ def readiness(services: RouterServices) -> tuple[int, dict[str, Any]]:
 
 def metrics(services: RouterServices) -> bytes:
     """The Prometheus text format; sizes that are cheap to read are read now."""
-    view, values = services.view, services.metrics
-    values.kv_index_size.set(len(view.kv_index))
-    values.kv_index_evictions.set(view.kv_index.num_evicted)
+    state, values = services.view.state, services.metrics
+    values.kv_index_size.set(len(state.kv_index))
+    values.kv_index_evictions.set(state.kv_index.num_evicted)
     for role in get_args(Role):
-        values.connections.labels(role).set(sum(worker.record.role == role for worker in view.workers))
+        values.connections.labels(role).set(sum(worker.record.role == role for worker in state.workers))
     return values.expose()

@@ -10,20 +10,20 @@ from router.services import RouterServices
 
 def list_models(services: RouterServices) -> dict[str, Any]:
     """The models a decode worker serves now and this router can tokenize for."""
-    names = [name for name in services.view.models(ready=True) if name == services.model_name]
+    names = [name for name in services.view.state.models(ready=True) if name == services.model_name]
     return {"object": "list", "data": [_model(services, name) for name in names]}
 
 
 def get_model(services: RouterServices, name: str) -> dict[str, Any]:
     """One model. Raises ApiError (404)."""
-    served = services.view.models(ready=True)
+    served = services.view.state.models(ready=True)
     if name not in served or name != services.model_name:
         raise model_not_found(name, [other for other in served if other == services.model_name])
     return _model(services, name)
 
 
 def _model(services: RouterServices, name: str) -> dict[str, Any]:
-    workers = [worker.record for worker in services.view.decode_workers(name) if worker.is_ready]
+    workers = [worker.record for worker in services.view.state.decode_workers(name) if worker.is_ready]
     return {
         "id": name,
         "object": "model",

@@ -111,7 +111,7 @@ async def _outage(server: EmbeddedRegistry, clock: SkippingClock, caplog: pytest
     )
     await worker.register(worker_record("decode-0"))
     running = asyncio.create_task(membership.run())
-    await _until(lambda: len(view.workers) == 1 and len(view.routers) == 1)
+    await _until(lambda: len(view.state.workers) == 1 and len(view.routers) == 1)
     os.kill(server.pid, signal.SIGKILL)
     await _until(lambda: not server.is_running())
     caplog.clear()

@@ -22,7 +22,7 @@ from router.app import create_app
 from router.http_server import HttpServer, bind_listener, http_limits, listener_url
 from router.services import RouterServices, build_services
 from router.text_model_files import load_text_model_of
-from tests.router.factories import model_identity
+from tests.router.factories import members_of, model_identity
 from tests.router.scripted_worker import ScriptedWorker, until
 from text_pipeline.text_model import TextModel
 from text_pipeline.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ class RunningRouter:
         self.set_members(self.workers)
 
         def has_reported() -> bool:
-            view = self.services.view.get(worker.id)
+            view = self.services.view.state.get(worker.id)
             return view is not None and view.load is not None and view.kv_sequence is not None
 
         await until(has_reported, f"the first load report of {worker.id}")
@@ -65,7 +65,7 @@ class RunningRouter:
 
     def set_members(self, workers: list[ScriptedWorker]) -> None:
         """What the registry says."""
-        self.services.view.update([worker.record for worker in workers], ())
+        self.services.view.update(members_of(*(worker.record for worker in workers)))
 
     async def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         """POST a JSON body to ``/v1``."""
@@ -81,7 +81,7 @@ class RunningRouter:
         """Nothing of any request is left behind."""
         assert len(self.services.dispatcher.in_flight) == 0
         assert self.services.admission.num_admitted == 0
-        assert all(view.num_in_flight == 0 for view in self.services.view.workers)
+        assert all(view.num_in_flight == 0 for view in self.services.view.state.workers)
 
 
 StartRouter = Callable[..., Any]

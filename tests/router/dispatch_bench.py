@@ -26,12 +26,14 @@ from router.cluster_view import ClusterView
 from router.dispatch import Dispatcher
 from router.in_flight import Generation, SequenceRequest
 from router.metrics import RouterMetrics
+from router.policy.longest_prefix import LongestPrefixPolicy
 from router.policy.plan import Plan
 from router.services import policy_settings
 from tests.router.factories import (
     BLOCK_SIZE,
     RecordingConnection,
     load_report,
+    members_of,
     model_identity,
     worker_record,
 )
@@ -95,9 +97,9 @@ class Bench:
         )
         self.dispatcher = Dispatcher(
             self.view,
-            policy_settings(RouterConfig(local_prefill_max_tokens=LOCAL_MAX_TOKENS)),
+            LongestPrefixPolicy(policy_settings(RouterConfig(local_prefill_max_tokens=LOCAL_MAX_TOKENS))),
             self.metrics,
-            clock=self.clock.unix,
+            clock=self.clock,
             timer=self.timers,
         )
 
@@ -122,7 +124,7 @@ class Bench:
             worker_record(name, _role(name), number, model=model_identity(max_model_len=4096))
             for name, number in incarnations.items()
         ]
-        self.view.update(records, ())
+        self.view.update(members_of(*records))
         for name in incarnations:
             self.report(name)
 
@@ -153,6 +155,7 @@ class Bench:
                     prompt_token_ids=list(prompt), sampling=SamplingParams(max_tokens=10, seed=9)
                 ),
                 model=model_identity().name,
+                is_explained=True,
             )
             for request_id in request_ids or ("r",)
         ]
@@ -182,9 +185,9 @@ class Bench:
 
     def prefill_tokens(self, worker: str) -> int:
         """What the policy sees of a worker's outstanding prefills."""
-        view = self.view.get(worker)
+        view = self.view.state.get(worker)
         assert view is not None
-        return view.snapshot(0).num_outstanding_prefill_tokens
+        return int(self.view.state.columns.prefill_tokens[view.slot])
 
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"leadout_router_{name}", labels) or 0.0

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cluster.kv_layout import KvLayout
 from cluster.load import KvLoad, LoadReport, QueueLoad, WorkerState
-from cluster.members import ModelIdentity, TransportEndpoint, WorkerRecord
+from cluster.members import Members, ModelIdentity, TransportEndpoint, WorkerRecord
 from cluster.messages import Envelope, Message
-from router.policy.plan import WorkerSnapshot
+from router.state.cluster_state import ClusterState
+from router.state.prompt_hashes import PromptHashes
 
 BLOCK_SIZE = 4
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE, dtype="float32")
@@ -46,23 +47,53 @@ def worker_record(worker_id: str, role: str = "decode", incarnation: int = 1, **
     return WorkerRecord(**(values | fields))
 
 
+def members_of(*workers: WorkerRecord) -> Members:
+    """What the registry lists."""
+    return Members(workers=tuple(sorted(workers, key=lambda record: record.id)))
+
+
 def load_report(state: WorkerState = "ready", *, num_blocks: int = 100, **queue: int) -> LoadReport:
     kv = KvLoad(blocks_total=num_blocks, blocks_free=num_blocks)
     return LoadReport(state=state, kv=kv, queue=QueueLoad(**queue))
 
 
-def worker_snapshot(worker_id: str, **fields: Any) -> WorkerSnapshot:
-    values: dict[str, Any] = {
-        "id": worker_id,
-        "state": "ready",
-        "num_requests": 0,
-        "num_outstanding_prefill_tokens": 0,
-        "kv_blocks_total": 1000,
-        "kv_blocks_free": 1000,
-        "block_size": BLOCK_SIZE,
-        "max_model_len": 4096,
-    }
-    return WorkerSnapshot(**(values | fields))
+def cluster_state(prompt: Sequence[int] = (), **workers: Mapping[str, Any]) -> ClusterState:
+    """Workers by id that have reported. Their fields: see ``add_worker``."""
+    state = ClusterState()
+    for worker_id, fields in workers.items():
+        add_worker(state, worker_id, prompt, **fields)
+    return state
+
+
+def add_worker(
+    state: ClusterState,
+    worker_id: str,
+    prompt: Sequence[int] = (),
+    *,
+    role: str = "decode",
+    reports: WorkerState = "ready",
+    num_requests: int = 0,
+    prefill_tokens: int = 0,
+    blocks_total: int = 1000,
+    blocks_free: int = 1000,
+    max_model_len: int = 4096,
+    cached_tokens: int = 0,
+    is_reachable: bool = True,
+    **record: Any,
+) -> None:
+    """``cached_tokens``: how much of ``prompt`` is in its prefix cache; ``record``: fields of its record."""
+    model = record.pop("model", model_identity(max_model_len=max_model_len))
+    view = state.add(worker_record(worker_id, role, model=model, **record))
+    view.report(
+        LoadReport(
+            state=reports,
+            kv=KvLoad(blocks_total=blocks_total, blocks_free=blocks_free),
+            queue=QueueLoad(running=num_requests, waiting_prefill_tokens=prefill_tokens),
+        )
+    )
+    view.set_reachable(is_reachable)
+    hashes = PromptHashes(prompt).of(view.group)
+    state.kv_index.store(view.slot, hashes[: cached_tokens // BLOCK_SIZE])
 
 
 class RecordingConnection:

@@ -14,7 +14,7 @@ import pytest
 from cluster.members import WorkerRecord
 from cluster.rpc import RpcConnection, RpcServer
 from router.cluster_view import ClusterView
-from tests.router.factories import worker_record
+from tests.router.factories import members_of, worker_record
 
 NUM_WORKERS = 400  # three sockets each: more than ZeroMQ opens unless it is told to
 
@@ -66,8 +66,8 @@ def records(address: str) -> list[WorkerRecord]:
 
 async def opened_by_one(view: ClusterView, address: str) -> int:
     """Open files once ZeroMQ has its own, which it keeps."""
-    view.update(records(address)[:1], [])
-    view.update([], [])
+    view.update(members_of(*records(address)[:1]))
+    view.update(members_of())
     return psutil.Process().num_fds()
 
 
@@ -78,20 +78,20 @@ async def test_workers_that_come_and_go_leave_nothing_open(
     address = worker if answers else "tcp://127.0.0.1:1"
     before = await opened_by_one(view, address)
     for record in records(address):
-        view.update([record], [])
+        view.update(members_of(record))
         await asyncio.sleep(0)
-    view.update([], [])
+    view.update(members_of())
     await until(lambda: psutil.Process().num_fds() <= before)
 
 
 @pytest.mark.usefixtures("_enough_files")
 async def test_hundreds_at_once_are_all_connected_and_all_closed(view: ClusterView, worker: str) -> None:
     before = await opened_by_one(view, worker)
-    view.update(records(worker), [])
-    assert len(view.workers) == NUM_WORKERS
+    view.update(members_of(*records(worker)))
+    assert len(view.state.workers) == NUM_WORKERS
     assert view.incompatible == ()
     assert psutil.Process().num_fds() > before + NUM_WORKERS
-    view.update([], [])
+    view.update(members_of())
     await until(lambda: psutil.Process().num_fds() <= before)
 
 
@@ -103,8 +103,8 @@ async def test_a_worker_that_cannot_be_connected_harms_no_other(
     good = msgspec.structs.replace(worker_record("z-good"), address=worker)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            view.update([named, good], [])
-    assert [one.record.id for one in view.workers] == ["z-good"]
+            view.update(members_of(named, good))
+    assert [one.record.id for one in view.state.workers] == ["z-good"]
     (refused,) = view.incompatible
     assert refused.workers == ("named",)
     assert "'tcp://no-such-host.invalid:5701' is no address of a worker" in refused.reason

@@ -134,7 +134,7 @@ async def test_what_a_page_can_send_and_what_is_no_order(
     )
     response = await router.http.post("/cluster/workers/d0/drain", headers=headers, content=content)
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
-    assert not router.services.view.get("d0").is_draining  # type: ignore[union-attr]
+    assert not router.services.view.state.get("d0").is_draining  # type: ignore[union-attr]
     assert worker.other_messages == []
 
 

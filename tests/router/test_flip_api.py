@@ -78,16 +78,21 @@ def test_two_that_are_both_and_do_not_fit_are_named_once() -> None:
         )
         for name, dtype in (("a", "float32"), ("b", "float16"))
     )
-    harness.view.update([one, other], ())
+    harness.members(one, other)
     assert [item.workers for item in harness.view.incompatible] == [("a", "b")]
+
+
+def slots(harness: Harness) -> tuple[list[int], list[int]]:
+    """Of the workers that take requests, and of those that take prefills."""
+    pool = harness.view.state.pool("test-model")
+    return list(pool.decode), list(pool.prefill)
 
 
 def test_a_changed_record_is_taken_over_and_pairs_follow() -> None:
     harness = Harness()
     d0, d1 = worker_record("d0", "decode"), worker_record("d1", "decode")
-    harness.view.update([d0, d1], ())
-    assert harness.view.get("d0").peers == frozenset()  # type: ignore[union-attr]
-    harness.view.update([d0, structs.replace(d1, role="both", role_epoch=1)], ())
-    assert harness.view.get("d0").peers == {"d1"}  # type: ignore[union-attr]
-    assert harness.view.get("d1").peers == frozenset(), "a worker is not its own peer"  # type: ignore[union-attr]
+    harness.members(d0, d1)
+    assert slots(harness) == ([0, 1], [])
+    harness.members(d0, structs.replace(d1, role="both", role_epoch=1))
+    assert slots(harness) == ([0, 1], [1])
     assert harness.connections.by_worker.keys() == {"d0", "d1"}

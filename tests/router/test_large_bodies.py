@@ -41,7 +41,7 @@ async def test_nothing_is_done_here(
         "router.api.request.preparation.parse_body",
         "router.api.request.preparation.chat_messages",
         "router.api.request.preparation.completion_prompts",
-        "router.prompt_hashes.hash_blocks",
+        "router.state.prompt_hashes.hash_blocks",
         "text_pipeline.stop_strings._borders",
     ):
         monkeypatch.setattr(place, None)

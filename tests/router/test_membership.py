@@ -50,8 +50,8 @@ class RecordingView:
         self.calls: list[str] = []
         self.workers: list[tuple[WorkerRecord, ...]] = []
 
-    def update(self, workers: tuple[WorkerRecord, ...], routers: tuple[RouterRecord, ...]) -> None:
-        self.workers.append(workers)
+    def update(self, members: Members) -> None:
+        self.workers.append(members.workers)
 
     def heartbeat(self) -> None:
         self.calls.append("heartbeat")

@@ -12,8 +12,8 @@ from cluster.config.settings import RouterConfig
 from router.api.errors import ApiError, no_worker
 from router.api.request.body_limits import body_limits
 from router.api.request.preparation import PreparationContext, prepare_chat, prepare_completion
-from router.prompt_hashes import PromptHashes
 from router.served_model import ServedModel
+from router.state.prompt_hashes import PromptHashes
 from text_pipeline.text_model import TextModel
 
 GROUP = ("f" * 64, 4)
@@ -65,7 +65,7 @@ def test_hashes_are_computed_beforehand(text_model: TextModel, monkeypatch: pyte
     prepared = chat(text_model, cache_salt="s")
     (hashes,) = prepared.spec.hashes
     expected = PromptHashes(prepared.spec.prompts[0], "s").of(GROUP)
-    monkeypatch.setattr("router.prompt_hashes.hash_blocks", None)
+    monkeypatch.setattr("router.state.prompt_hashes.hash_blocks", None)
     assert hashes.of(GROUP) == expected
 
 

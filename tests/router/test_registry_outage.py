@@ -88,7 +88,7 @@ async def test_a_worker_whose_connection_broke_is_shown_as_unreachable(
     router = await start_router(worker, other)
     assert await shown_state(router, "d0") == "ready"
     await worker.stop()
-    view = router.services.view.get("d0")
+    view = router.services.view.state.get("d0")
     assert view is not None
     await until(lambda: not view.is_reachable, "the loss of the connection")
     assert await shown_state(router, "d0") == "unreachable"
@@ -97,7 +97,7 @@ async def test_a_worker_whose_connection_broke_is_shown_as_unreachable(
         assert (await router.post("completions", BODY)).status_code == 200
     assert len(other.generates) == 3
     await other.stop()
-    await until(lambda: not router.services.view.models(ready=True), "the loss of the other one")
+    await until(lambda: not router.services.view.state.models(ready=True), "the loss of the other one")
     response = await router.post("completions", BODY)
     assert response.status_code == 503
     assert "decode worker d0 is unreachable; decode worker d1 is unreachable" in response.text

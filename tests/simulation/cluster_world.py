@@ -125,7 +125,7 @@ class ClusterWorld(World):
             if everybody or self.rng.random() < 0.5:
                 worker.hosted.on_members(Members(workers=tuple(records)))
         if self.router_runs and (everybody or self.rng.random() < 0.5):
-            self.router.view.update(records, ())  # type: ignore[union-attr]
+            self.router.view.update(Members(workers=tuple(records)))  # type: ignore[union-attr]
 
     # --- the router ---
 

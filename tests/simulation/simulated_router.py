@@ -13,6 +13,7 @@ from router.cluster_view import ClusterView
 from router.dispatch import Dispatcher
 from router.in_flight import Generation
 from router.metrics import RouterMetrics
+from router.policy.longest_prefix import LongestPrefixPolicy
 from router.services import policy_settings
 from tests.simulation.under_way import SimulatedConnection
 
@@ -70,9 +71,9 @@ class Router:
         )
         self.dispatcher = Dispatcher(
             self.view,
-            policy_settings(RouterConfig(local_prefill_max_tokens=2)),
+            LongestPrefixPolicy(policy_settings(RouterConfig(local_prefill_max_tokens=2))),
             RouterMetrics(),
-            clock=world.clock.unix,
+            clock=world.clock,
             timer=self._timer,
         )
 

@@ -71,7 +71,7 @@ def _context(services: RouterServices, request: Request, received_at: float) -> 
         model=model,
         unavailable=unavailable,
         limits=body_limits(services.config),
-        hash_groups=services.view.hash_groups(services.model_name),
+        hash_groups=services.view.state.pool(services.model_name).groups,
         timeout_ms=request_timeout_ms(request, services.config.request_timeout_ms),
         received_at=received_at,
     )

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.sampling_params import SamplingParams
-from router.prompt_hashes import PromptHashes
 from router.served_model import ServedModel
+from router.state.prompt_hashes import PromptHashes
 from text_pipeline.stop_strings import StopStrings
 
 

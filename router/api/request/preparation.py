@@ -28,8 +28,8 @@ from router.api.request.validation import (
     sampling_params,
     stop_strings,
 )
-from router.prompt_hashes import HashGroup, PromptHashes
 from router.served_model import ServedModel
+from router.state.prompt_hashes import HashGroup, PromptHashes
 from text_pipeline.chat_template import ChatTemplateError
 from text_pipeline.text_model import TextModel
 from text_pipeline.tokenizer import TokenizerError

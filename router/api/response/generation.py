@@ -45,9 +45,12 @@ def request_timeout_ms(request: Request, limit_ms: int) -> float:
 class ActiveGeneration:
     """One API request on the workers. ``close`` must be called, and cancels what is not finished."""
 
-    def __init__(self, services: RouterServices, spec: GenerationSpec, request: Request) -> None:
+    def __init__(
+        self, services: RouterServices, spec: GenerationSpec, request: Request, *, is_explained: bool = False
+    ) -> None:
         """Admit and dispatch. Raises ApiError (429, 503) with nothing left behind."""
         self.spec = spec
+        self._is_explained = is_explained
         self._services = services
         self._metrics = services.metrics
         self._choices = [self._choice_text(index) for index in range(spec.num_choices)]
@@ -138,6 +141,7 @@ class ActiveGeneration:
                 prompt_token_ids=spec.prompts[prompt], sampling=sampling, cache_salt=spec.cache_salt
             ),
             hashes=spec.hashes[prompt],
+            is_explained=self._is_explained,
         )
 
     def _choice_text(self, index: int) -> ChoiceText:

@@ -64,8 +64,8 @@ async def respond(
     A stream's headers wait for its first output, so that a request which fails before it is answered with
     the right status, but no longer than a stream may be silent. Raises ApiError.
     """
-    active = ActiveGeneration(services, spec, request)
     is_explained = request.headers.get("x-leadout-explain", "").lower() in ("1", "true")
+    active = ActiveGeneration(services, spec, request, is_explained=is_explained)
     reason = "shutdown"
     keep = False
     silence = SilenceTimer(services.config.sse_keepalive_ms / 1000 if body.stream else 0, active.nudge)
