@@ -63,6 +63,7 @@ class Registry:
         self._clock: Clock = clock or SystemClock()
         self._problems = ProblemLog(logger, self._clock)
         self._ignored: dict[str, str] = {}  # in the last list: what was not a record, and why
+        self._last_read: dict[bytes, Record] = {}  # the records of the last list, by their bytes
         self._lease_ms = config.lease_ms
         self._heartbeat_s = config.heartbeat_ms / 1000
         self._shown_url = mask_password(config.url)
@@ -141,7 +142,7 @@ class Registry:
         )
 
     async def members(self) -> Members:
-        """Who is registered now. Raises RegistryUnavailableError.
+        """Who is registered now, as the same object while nothing changes. Raises RegistryUnavailableError.
 
         After the server was away, or has lost its data, members known before are kept for one lease: they
         need that time to register again.
@@ -159,12 +160,15 @@ class Registry:
         self._epoch = epoch
         known = self._view if now < self._absence_counts_from else Members()
         ignored = {key.decode(errors="replace"): "it has another type" for key in odd_keys}
-        self._view = Members(
-            workers=_merge(
-                known.workers, _newest(self._view.workers, _read_all(workers, WorkerRecord, ignored))
-            ),
-            routers=_merge(known.routers, _read_all(routers, RouterRecord, ignored)),
+        last_read, self._last_read = self._last_read, {}
+        read_workers = self._read_all(workers, WorkerRecord, last_read, ignored)
+        read_routers = self._read_all(routers, RouterRecord, last_read, ignored)
+        members = Members(
+            workers=_merge(known.workers, _newest(self._view.workers, read_workers)),
+            routers=_merge(known.routers, read_routers),
         )
+        if members != self._view:
+            self._view = members
         for key, reason in ignored.items():
             if self._ignored.get(key) != reason:
                 logger.warning("the registry's %s is not what Leadout writes and is ignored: %s", key, reason)
@@ -243,6 +247,31 @@ class Registry:
         self._last_contact = self._clock.monotonic()
         return result
 
+    def _read_all(
+        self,
+        entries: list[bytes],
+        kind: type[_AnyRecord],
+        last_read: dict[bytes, Record],
+        ignored: dict[str, str],
+    ) -> list[_AnyRecord]:
+        """The records among ``entries`` (id, value, id, value, …); notes in ``ignored`` what is none.
+
+        What has not changed since the last list is not decoded again.
+        """
+        records: list[_AnyRecord] = []
+        for record_id, value in zip(entries[::2], entries[1::2], strict=True):
+            record = last_read.get(value)
+            name = record_id.decode(errors="replace")
+            try:
+                if not isinstance(record, kind) or record.id != name:
+                    record = _read(name, value, kind)
+            except (ValueError, RecursionError) as error:  # DecodeError is a ValueError
+                ignored[f"{_kind(kind)} {name}"] = str(error)
+            else:
+                self._last_read[value] = record
+                records.append(record)
+        return records
+
     @property
     def _channel(self) -> str:
         return f"{self._prefix}changes"
@@ -262,22 +291,14 @@ def _incarnation(record: Record) -> str:
     return f"{record.incarnation:0{INCARNATION_DIGITS}d}"
 
 
-def _read_all(entries: list[bytes], kind: type[_AnyRecord], ignored: dict[str, str]) -> list[_AnyRecord]:
-    """The records among ``entries``, which are id, value, id, value, …; notes in ``ignored`` what is none."""
-    records = []
-    for record_id, value in zip(entries[::2], entries[1::2], strict=True):
-        name = record_id.decode(errors="replace")
-        try:
-            record = msgspec.msgpack.decode(value[INCARNATION_DIGITS:], type=kind)
-            if record.id != name or not value.startswith(_incarnation(record).encode()):
-                raise ValueError(f"it is the record of {record.id}, incarnation {record.incarnation}")
-            if isinstance(record, WorkerRecord):
-                check_address(record.address)
-        except (ValueError, RecursionError) as error:  # DecodeError is a ValueError
-            ignored[f"{_kind(kind)} {name}"] = str(error)
-        else:
-            records.append(record)
-    return records
+def _read(name: str, value: bytes, kind: type[_AnyRecord]) -> _AnyRecord:
+    """The record of ``name`` in the registry's form. Raises ValueError, RecursionError where it is none."""
+    record = msgspec.msgpack.decode(value[INCARNATION_DIGITS:], type=kind)
+    if record.id != name or not value.startswith(_incarnation(record).encode()):
+        raise ValueError(f"it is the record of {record.id}, incarnation {record.incarnation}")
+    if isinstance(record, WorkerRecord):
+        check_address(record.address)
+    return record
 
 
 def _newest(seen: tuple[WorkerRecord, ...], read: list[WorkerRecord]) -> list[WorkerRecord]:

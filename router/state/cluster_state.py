@@ -9,9 +9,11 @@ from numpy.typing import NDArray
 
 from cluster.members import WorkerRecord, compatibility_key, takes_prefills, takes_requests
 from router.state.columns import Column, Columns, Slots
-from router.state.kv_index import KvIndex
+from router.state.kv_index import KvIndex, slots_of
 from router.state.prompt_hashes import HashGroup, PromptHashes
 from router.state.worker_view import WorkerView
+
+_FEW = 8  # workers of one hit, which are faster written one by one than through a mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,11 +114,20 @@ class ClusterState:
         The last token is always computed: its logits are needed. Rows outside ``pool`` hold nothing of use.
         """
         cached = np.zeros(self.columns.capacity, np.int64)
+        slots: list[int] = []
+        tokens: list[int] = []
         for group in pool.groups:  # whose hashes differ, so no worker is hit twice
             _, block_size = group
             most = (num_tokens - 1) // block_size
             for num_blocks, workers in self.kv_index.match(hashes.of(group)):
-                cached[_mask(workers, len(cached))] = min(num_blocks, most) * block_size
+                num_cached = min(num_blocks, most) * block_size
+                if workers.bit_count() > _FEW:
+                    cached[_mask(workers, len(cached))] = num_cached
+                else:
+                    for slot in slots_of(workers):
+                        slots.append(slot)
+                        tokens.append(num_cached)
+        cached[slots] = tokens
         return cached
 
     def _members_changed(self) -> None:

@@ -309,3 +309,17 @@ async def test_a_role_that_was_written_late_is_not_taken_for_the_newer_one(make)
     assert (await two.members()).workers == (changed,)
     await one.renew(record)  # as a write that took too long
     assert (await two.members()).workers == (changed,)
+
+
+async def test_what_has_not_changed_is_not_read_again(make) -> None:  # type: ignore[no-untyped-def]
+    writer, reader = make(), make()
+    records = [worker_record(name, "decode") for name in ("w0", "w1")]
+    for record in (*records, ROUTER):
+        await writer.register(record)
+    first = await reader.members()
+    assert await reader.members() is first
+    await writer.update(msgspec.structs.replace(records[1], role="both", role_epoch=1))
+    second = await reader.members()
+    assert [record.role for record in second.workers] == ["decode", "both"]
+    assert second.workers[0] is first.workers[0]
+    assert second.routers[0] is first.routers[0]
