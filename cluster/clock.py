@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -16,6 +18,22 @@ class Clock(Protocol):
     def unix(self) -> float:
         """Seconds since 1970-01-01 UTC; may jump when the machine's clock is set."""
         ...
+
+
+class Timer(Protocol):
+    """Something that will happen, unless it is cancelled."""
+
+    def cancel(self) -> None:
+        """Harmless if it has happened."""
+        ...
+
+
+StartTimer = Callable[[float, Callable[[], None]], Timer]  # (delay in s, function)
+
+
+def call_later(delay_s: float, function: Callable[[], None]) -> Timer:
+    """Run ``function`` in the running event loop after ``delay_s`` seconds."""
+    return asyncio.get_running_loop().call_later(delay_s, function)
 
 
 class SystemClock:

@@ -31,6 +31,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     output_token_ids: list[int] = msgspec.field(default_factory=list)
     cache_salt: str = ""  # sequences with unequal salts share no KV blocks
     deadline: float = 0.0  # unix seconds; 0: none
+    priority: int = 0  # smaller ones first, where requests wait for places
 
     @property
     def num_tokens(self) -> int:

@@ -104,6 +104,15 @@ class RouterMetrics:
         self.refused = Counter(
             prefix + "admission_refused_total", "Requests refused because full", registry=registry
         )
+        self.requests_waiting = Gauge(
+            prefix + "requests_waiting", "Requests that wait for places", registry=registry
+        )
+        self.request_wait_time = Histogram(
+            prefix + "request_wait_time_seconds",
+            "How long a request waited in the router for places",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
         self.bodies_waiting = Gauge(
             prefix + "bodies_waiting", "Request bodies that wait for a process", registry=registry
         )

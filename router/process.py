@@ -195,5 +195,5 @@ class RouterProcess:
             impatient.cancel()
         if not serving.done():
             logger.warning("cancelling %d sequences", len(services.dispatcher.in_flight))
-            services.dispatcher.close_all("shutdown")
+            services.queue.close_all("shutdown")
             await asyncio.wait({serving}, timeout=_CANCEL_GRACE_S)

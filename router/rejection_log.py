@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+
+from cluster.clock import Clock, SystemClock
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +33,18 @@ class RejectionLog:
     Needs a running event loop, which says the number at the window's end where nothing further comes.
     """
 
-    def __init__(
-        self, *, max_lines: int = 50, window_s: float = 10.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, *, max_lines: int = 50, window_s: float = 10.0, clock: Clock | None = None) -> None:
+        """``clock`` is the system's unless another is given."""
         self._max_lines = max_lines
         self._window_s = window_s
-        self._clock = clock
+        self._clock = clock or SystemClock()
         self._window_end = 0.0
         self._num_lines = 0
         self._num_suppressed = 0
 
     def add(self, rejection: Rejection) -> None:
         """Log one, or count it as left out."""
-        now = self._clock()
+        now = self._clock.monotonic()
         if now >= self._window_end:
             self._say_suppressed()
             self._window_end = now + self._window_s

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.errors import ApiError, internal_error, overloaded
 from router.api.response.streaming import CLIENT_CLOSED_REQUEST
+from router.dispatch.waiting_line import LineFullError
 from router.rejection_log import Rejection, address_text
 from router.services import RouterServices
 
@@ -54,15 +55,14 @@ class RequestMiddleware:
             await send(message)
 
         endpoint = _ENDPOINTS.get(scope["path"])
-        if endpoint is not None:
-            self._services.num_requests += 1
+        has_entered = False
         try:
-            limit = self._services.config.max_concurrent_requests
-            if endpoint is not None and self._services.num_requests > limit:
-                self._services.metrics.refused.inc()
-                await _answer(overloaded(limit), scope, receive, send_with_id)
-            else:
-                await self._app(scope, receive, send_with_id)
+            if endpoint is not None:
+                self._services.queue.enter()
+                has_entered = True
+            await self._app(scope, receive, send_with_id)
+        except LineFullError as error:
+            await _answer(overloaded(error), scope, receive, send_with_id)
         except Exception:
             logger.exception("request %s failed", request_id)
             if status == 0:
@@ -70,8 +70,9 @@ class RequestMiddleware:
         finally:
             if status >= 400 and status != CLIENT_CLOSED_REQUEST:
                 self._services.rejections.add(_rejection(scope, status))
+            if has_entered:
+                self._services.queue.exit()
             if endpoint is not None:
-                self._services.num_requests -= 1
                 final = state.get("stream_status", status or 500)
                 self._services.metrics.requests.labels(endpoint, str(final)).inc()
 

@@ -10,10 +10,10 @@ from cluster.clock import SystemClock
 from cluster.config.settings import RouterConfig
 from cluster.network import Connect
 from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
-from router.admission import Admission
 from router.body_workers import BodyWorkers
 from router.cluster_view import ClusterView
-from router.dispatch import Dispatcher
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.request_queue import RequestQueue
 from router.metrics import RouterMetrics
 from router.policy.longest_prefix import LongestPrefixPolicy, PolicySettings
 from router.rejection_log import RejectionLog
@@ -33,12 +33,11 @@ class RouterServices:
     generation_defaults: GenerationDefaults
     config: RouterConfig
     view: ClusterView
+    queue: RequestQueue
     dispatcher: Dispatcher
-    admission: Admission
     metrics: RouterMetrics
     body_workers: BodyWorkers
     rejections: RejectionLog = field(default_factory=RejectionLog)
-    num_requests: int = 0  # generation requests at any stage, those whose body is still read included
     started_at: float = field(default_factory=time.time)
     is_draining: bool = False
     registry_problem: Callable[[], str] = lambda: ""  # why the members are not known; "" if they are
@@ -132,7 +131,8 @@ def build_services(
         max_index_blocks=config.max_index_blocks,
         max_vocab_size=lambda name: num_tokens if name == model_name else None,
     )
-    dispatcher = Dispatcher(view, LongestPrefixPolicy(policy_settings(config)), metrics, SystemClock())
+    clock = SystemClock()
+    dispatcher = Dispatcher(view, LongestPrefixPolicy(policy_settings(config)), metrics, clock)
     return RouterServices(
         router_id=router_id,
         model_name=model_name,
@@ -140,8 +140,15 @@ def build_services(
         generation_defaults=generation_defaults,
         config=config,
         view=view,
+        queue=RequestQueue(
+            dispatcher,
+            metrics,
+            clock,
+            max_sequences=config.max_concurrent_requests,
+            max_waiting=config.max_waiting_requests,
+            max_wait_ms=config.max_wait_ms,
+        ),
         dispatcher=dispatcher,
-        admission=Admission(config.max_concurrent_requests),
         metrics=metrics,
         body_workers=BodyWorkers(
             load_text_model,

@@ -97,7 +97,15 @@ class RouterConfig(Section):
     max_concurrent_requests: int = Field(
         default=1024,
         ge=1,
-        description="Most requests in the router at once; further ones are refused with 429.",
+        description="Most sequences served at once; further requests wait.",
+    )
+    max_waiting_requests: int = Field(
+        default=128,
+        ge=0,
+        description="Most requests that wait for others to end; further ones are refused with 429.",
+    )
+    max_wait_ms: Milliseconds = Field(
+        default=30_000, description="How long a request waits for others to end before its 429, in ms."
     )
     max_n: int = Field(
         default=16, ge=1, le=1024, description="Most choices (`n`) that one request may ask for."

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from cluster.malformed import UNDECODABLE
 from cluster.messages import RequestError
+from router.dispatch.waiting_line import LineFullError
 
 _MAX_MESSAGE_CHARACTERS = 2_000
 _MAX_PARAM_CHARACTERS = 256
@@ -140,12 +141,11 @@ def no_worker(message: str) -> ApiError:
     )
 
 
-def overloaded(limit: int) -> ApiError:
+def overloaded(error: LineFullError) -> ApiError:
     """A 429 for a full router."""
     return ApiError(
         429,
-        f"Too many concurrent requests: this router serves at most {limit} sequences at a time. "
-        "Please retry later.",
+        f"Too many concurrent requests: {error}. Please retry later.",
         error_type="rate_limit_error",
         code="too_many_requests",
         retry_after=1,
@@ -168,6 +168,7 @@ _STATUS_OF_WORKER_ERROR: Mapping[str, int] = {
     "context_length_exceeded": 400,
     "prompt_too_long": 400,
     UNDECODABLE: 500,
+    "queue_timeout": 429,
     "timeout": 504,
     "deadline": 504,
     "deadline_exceeded": 504,
@@ -175,12 +176,13 @@ _STATUS_OF_WORKER_ERROR: Mapping[str, int] = {
 
 
 def from_worker(error: RequestError) -> ApiError:
-    """How a worker's error looks to the client: 400, 500 and 504 by code, 503 if retryable, otherwise 502."""
+    """How a failed sequence looks to the client: by code; else 503 if retryable, otherwise 502."""
     status = _STATUS_OF_WORKER_ERROR.get(error.code)
     if status is None:
         status = 503 if error.retryable else 502
     error_type = {
         400: "invalid_request_error",
+        429: "rate_limit_error",
         500: "server_error",
         502: "server_error",
         503: "service_unavailable_error",
@@ -191,7 +193,7 @@ def from_worker(error: RequestError) -> ApiError:
         error.message,
         error_type=error_type,
         code=error.code,
-        retry_after=1 if status == 503 else None,
+        retry_after=1 if status in (429, 503) else None,
     )
 
 

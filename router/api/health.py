@@ -21,7 +21,7 @@ def leadout_version() -> str:
 
 def load(services: RouterServices) -> dict[str, int]:
     """Generation requests in this router now, at any stage. Load balancers know the name from vLLM."""
-    return {"server_load": services.num_requests}
+    return {"server_load": services.queue.num_requests}
 
 
 def readiness(services: RouterServices) -> tuple[int, dict[str, Any]]:

@@ -80,7 +80,7 @@ class RunningRouter:
     def assert_idle(self) -> None:
         """Nothing of any request is left behind."""
         assert len(self.services.dispatcher.in_flight) == 0
-        assert self.services.admission.num_admitted == 0
+        assert self.services.queue.line.num_admitted == 0
         assert all(view.num_in_flight == 0 for view in self.services.view.state.workers)
 
 
@@ -154,7 +154,7 @@ async def _running(
         await router.http.aclose()
         await router.openai.close()
         server.stop_accepting()
-        services.dispatcher.close_all("shutdown")
+        services.queue.close_all("shutdown")
         await serving
         await services.body_workers.close()
         services.view.close()

@@ -23,8 +23,9 @@ from cluster.messages import (
 from cluster.sampling_params import SamplingParams
 from cluster.sequence_spec import RequestKey, SequenceSpec
 from router.cluster_view import ClusterView
-from router.dispatch import Dispatcher
-from router.in_flight import Generation, SequenceRequest
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.in_flight import Generation, SequenceRequest
+from router.dispatch.request_queue import RequestQueue
 from router.metrics import RouterMetrics
 from router.policy.longest_prefix import LongestPrefixPolicy
 from router.policy.plan import Plan
@@ -39,6 +40,7 @@ from tests.router.factories import (
 )
 
 TIMEOUT_MS = 600_000
+MAX_WAIT_MS = 5_000
 LOCAL_MAX_TOKENS = 16  # longer prompts are prefilled remotely
 
 
@@ -83,7 +85,7 @@ class _ManualTimer:
 class Bench:
     """A dispatcher over a real view. ``log`` is what was sent, to whom, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_sequences: int = 100, max_waiting: int = 0) -> None:
         self.connections: dict[str, RecordingConnection] = {}
         self.log: list[tuple[str, Message]] = []
         self.clock = ManualClock()
@@ -99,7 +101,15 @@ class Bench:
             self.view,
             LongestPrefixPolicy(policy_settings(RouterConfig(local_prefill_max_tokens=LOCAL_MAX_TOKENS))),
             self.metrics,
-            clock=self.clock,
+            self.clock,
+        )
+        self.queue = RequestQueue(
+            self.dispatcher,
+            self.metrics,
+            self.clock,
+            max_sequences=max_sequences,
+            max_waiting=max_waiting,
+            max_wait_ms=MAX_WAIT_MS,
             timer=self.timers,
         )
 
@@ -146,20 +156,28 @@ class Bench:
 
     # --- requests ---
 
-    def start(self, *request_ids: str, prompt: Sequence[int] = (1, 2, 3)) -> Generation:
+    def start(
+        self,
+        *request_ids: str,
+        prompt: Sequence[int] = (1, 2, 3),
+        priority: int = 0,
+        timeout_ms: float = TIMEOUT_MS,
+    ) -> Generation:
         """One generation with a sequence per id."""
         requests = [
             SequenceRequest(
                 request_id=request_id,
                 spec=SequenceSpec(
-                    prompt_token_ids=list(prompt), sampling=SamplingParams(max_tokens=10, seed=9)
+                    prompt_token_ids=list(prompt),
+                    sampling=SamplingParams(max_tokens=10, seed=9),
+                    priority=priority,
                 ),
                 model=model_identity().name,
                 is_explained=True,
             )
             for request_id in request_ids or ("r",)
         ]
-        return self.dispatcher.start(requests, timeout_ms=TIMEOUT_MS)
+        return self.queue.start(requests, timeout_ms=timeout_ms)
 
     def tokens(
         self, worker: str, *token_ids: int, attempt: int = 0, request_id: str = "r", **fields: Any

@@ -78,7 +78,7 @@ async def test_the_small_routes(
     async with router.http.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200
         assert (await router.http.get("/load")).json() == {"server_load": 1}
-    await until(lambda: router.services.num_requests == 0, "the end of the request")
+    await until(lambda: router.services.queue.num_requests == 0, "the end of the request")
 
 
 def _preflight(
@@ -119,7 +119,7 @@ async def test_a_page_reads_answers_and_errors(
     start_router: StartRouter, make_worker: Callable[..., ScriptedWorker]
 ) -> None:
     worker = make_worker("d0", script=answer([5, 6], finish_reason="length"))
-    router = await _with_cors(start_router, worker, max_concurrent_requests=1)
+    router = await _with_cors(start_router, worker, max_concurrent_requests=1, max_waiting_requests=0)
     good = {"model": MODEL, "prompt": "hi", "max_tokens": 2, "stream": True}
 
     async def post(body: dict[str, Any]) -> httpx.Response:
@@ -133,7 +133,7 @@ async def test_a_page_reads_answers_and_errors(
     assert response.status_code == 200
     assert response.text.endswith("data: [DONE]\n\n")
     assert (await post({})).status_code == 400
-    router.services.num_requests = 1
+    router.services.queue.num_requests = 1
     assert (await post(good)).status_code == 429
 
 

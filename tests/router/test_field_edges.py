@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from cluster.sampling_params import SamplingParams
 from cluster.sequence_spec import SequenceSpec
 from router.api.request.schemas import ChatCompletionRequest, CompletionRequest, StreamOptions
-from router.in_flight import SequenceRequest
+from router.dispatch.in_flight import SequenceRequest
 from tests.router.conftest import MODEL, RunningRouter, StartRouter
 from tests.router.request_values import EDGES, NUMBERS, mixed_bodies
 from tests.router.scripted_worker import EOS, answer, failing, within
@@ -158,7 +158,7 @@ async def test_combinations_of_values(router: RunningRouter, body: dict[str, Any
 
 async def test_a_request_that_no_message_can_carry_ends_and_blames_nobody(router: RunningRouter) -> None:
     """What the API lets through always fits; should it not, the worker is not at fault."""
-    dispatcher = router.services.dispatcher
+    queue = router.services.queue
     request = SequenceRequest(
         request_id="r",
         spec=SequenceSpec(
@@ -166,13 +166,13 @@ async def test_a_request_that_no_message_can_carry_ends_and_blames_nobody(router
         ),
         model=MODEL,
     )
-    generation = dispatcher.start([request], timeout_ms=60_000)
+    generation = queue.start([request], timeout_ms=60_000)
     ((index, output),) = await within(generation.next(), "the error")
     assert index == 0
     assert output.error is not None
     assert output.error.code == "undecodable_message"
     assert not output.error.retryable
-    dispatcher.close(generation, "done")
+    queue.close(generation, "done")
     assert_blameless(router)
     assert router.workers[0].generates == []
     assert check(await send(router, "completions", BODIES["completions"]), "afterwards") is None

@@ -182,7 +182,7 @@ async def test_a_broken_body_is_refused_and_its_handler_ended(
     with caplog.at_level(logging.INFO):
         [response] = await exchange(router.url, [request])
     assert (response.status, response.error["code"]) == (400, "invalid_http")
-    await until(lambda: router.services.num_requests == 0, "the handler's end")
+    await until(lambda: router.services.queue.num_requests == 0, "the handler's end")
     assert [one.getMessage() for one in caplog.records if one.name.startswith(("router", "uvicorn"))] == [
         "request refused"
     ]

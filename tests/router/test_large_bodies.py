@@ -131,7 +131,9 @@ async def test_the_deadline_holds_while_a_body_waits(
 async def test_waiting_bodies_count_as_requests(
     start_router: StartRouter, large_model: ScriptedWorker, tmp_path: Path
 ) -> None:
-    router = await start_router(large_model, body_processes=1, max_concurrent_requests=2)
+    router = await start_router(
+        large_model, body_processes=1, max_concurrent_requests=1, max_waiting_requests=1
+    )
     go = tmp_path / "go"
     busy = asyncio.create_task(router.services.body_workers.run(body_functions.wait_for_file, go, b""))
     await until(go.with_suffix(".begun").exists, "the work before it")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cluster.clock import ManualClock
 from cluster.logging_setup import TextFormatter
 from router.rejection_log import Rejection, RejectionLog, address_text, plain
 from tests.router.conftest import StartRouter
@@ -46,8 +47,8 @@ def _rejection(**fields: Any) -> Rejection:
 
 
 async def test_a_flood_is_cut_off_and_counted(records: _Records) -> None:
-    now = 100.0
-    log = RejectionLog(max_lines=3, window_s=0.05, clock=lambda: now)
+    clock = ManualClock(monotonic=100.0)
+    log = RejectionLog(max_lines=3, window_s=0.05, clock=clock)
     for _ in range(10):
         log.add(_rejection())
     assert len(records.records) == 3
@@ -55,17 +56,17 @@ async def test_a_flood_is_cut_off_and_counted(records: _Records) -> None:
     assert records.records[-1].getMessage() == (
         "7 more refused requests were not logged: at most 3 lines in 0.05 s"
     )
-    now += 1
+    clock.advance(1)
     log.add(_rejection())
     assert len(records.records) == 5
 
 
 async def test_the_number_is_said_before_the_next_window_s_lines(records: _Records) -> None:
-    now = 100.0
-    log = RejectionLog(max_lines=1, window_s=3600, clock=lambda: now)
+    clock = ManualClock(monotonic=100.0)
+    log = RejectionLog(max_lines=1, window_s=3600, clock=clock)
     for _ in range(5):
         log.add(_rejection())
-    now += 3600
+    clock.advance(3600)
     log.add(_rejection())
     messages = [one.getMessage() for one in records.records]
     assert messages[0] == messages[2] == "request refused"
@@ -114,8 +115,8 @@ async def test_each_refused_request_has_one_line(start_router: StartRouter, reco
 
 
 async def test_a_full_router_s_refusal_has_its_line(start_router: StartRouter, records: _Records) -> None:
-    router = await start_router(max_concurrent_requests=1)
-    router.services.num_requests = 1
+    router = await start_router(max_concurrent_requests=1, max_waiting_requests=0)
+    router.services.queue.num_requests = 1
     response = await router.post("completions", {})
     assert response.status_code == 429
     [line] = records.records

@@ -16,7 +16,7 @@ class Bench:
         self.timers = ManualTimers(self.clock)
         self.began = self.clock.unix()
         self.calls: list[float] = []
-        self.silence = SilenceTimer(interval_s, self._call, clock=self.clock.unix, timer=self.timers)
+        self.silence = SilenceTimer(interval_s, self._call, clock=self.clock, timer=self.timers)
 
     def _call(self) -> None:
         self.calls.append(self.clock.unix() - self.began)
@@ -61,7 +61,7 @@ def test_after_closing_nothing_is_left() -> None:
 def test_it_may_be_closed_by_what_it_calls() -> None:
     clock = ManualClock()
     timers = ManualTimers(clock)
-    silence = SilenceTimer(10, lambda: silence.close(), clock=clock.unix, timer=timers)
+    silence = SilenceTimer(10, lambda: silence.close(), clock=clock, timer=timers)
     timers.advance(10)
     assert len(timers) == 0
 

@@ -199,7 +199,7 @@ async def test_a_client_that_leaves_between_comments_is_cancelled_once(
         await until(lambda: worker.num_running == 1, "the request on its worker")
         assert len(tasks_of_requests()) == 2  # else what follows shows nothing
     await until(lambda: worker.num_running == 0, "the cancel")
-    await until(lambda: router.services.admission.num_admitted == 0, "the end of the request")
+    await until(lambda: router.services.queue.line.num_admitted == 0, "the end of the request")
     await until(lambda: not tasks_of_requests(), "the end of the request's tasks")
     assert [cancel.reason for cancel in worker.cancels] == ["client"]
     router.assert_idle()

@@ -37,7 +37,6 @@ ASKING: dict[str, Any] = {
     "truncate_prompt_tokens": 5,
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
-    "priority": 1,
     "detokenize": False,
     "guided_json": {},
     "structured_outputs": {"json": {}},
@@ -98,7 +97,7 @@ def test_what_asks_for_nothing_may_stay(name: str, value: Any) -> None:
 
 
 def test_a_truth_value_is_no_number_and_a_number_is_no_truth_value() -> None:
-    for extra in ({"priority": False}, {"store": 0}, {"detokenize": 1}, {"length_penalty": True}):
+    for extra in ({"store": 0}, {"detokenize": 1}, {"length_penalty": True}):
         with pytest.raises(ApiError):
             check_extra_fields(extra)
     check_extra_fields({"length_penalty": 1, "mirostat": 0.0, "response_format": {"type": "text", "x": 1}})

@@ -20,7 +20,7 @@ from cluster.members import Members, Peer, Role, WorkerRecord
 from cluster.sequence_spec import SequenceSpec
 from kv_transfer.handoff import HandoffOutcome
 from kv_transfer.transport import TransferStats
-from router.in_flight import SequenceRequest
+from router.dispatch.in_flight import SequenceRequest
 from router.policy.plan import NoWorkerError
 from tests.simulation.simulated_router import ROUTER, Client, Router
 from tests.simulation.under_way import Packet, Write
@@ -164,14 +164,14 @@ class ClusterWorld(World):
             model="m",
         )
         try:
-            client.generation = self.router.dispatcher.start([request], client.timeout_s * 1000)
+            client.generation = self.router.queue.start([request], client.timeout_s * 1000)
         except NoWorkerError:
             self.end(client, "no worker")
 
     def cancel_client(self, client: Client) -> None:
         assert self.router is not None
         assert client.generation is not None
-        self.router.dispatcher.close(client.generation, "client")
+        self.router.queue.close(client.generation, "client")
         self.end(client, "cancelled")
 
     def read_answers(self) -> None:
@@ -188,7 +188,7 @@ class ClusterWorld(World):
                 client.num_attempts = entry.attempt + 1
                 client.lost_for_s = self.clock.unix() - entry.lost_at if entry.lost_at else 0.0
                 assert self.router is not None
-                self.router.dispatcher.close(client.generation, "done")
+                self.router.queue.close(client.generation, "done")
                 self.end(client, output.error.code if output.error else str(output.finish_reason))
                 break
 

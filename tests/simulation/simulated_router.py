@@ -10,8 +10,9 @@ from cluster.config.settings import RouterConfig
 from cluster.members import Peer
 from cluster.sampling_params import SamplingParams
 from router.cluster_view import ClusterView
-from router.dispatch import Dispatcher
-from router.in_flight import Generation
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.in_flight import Generation
+from router.dispatch.request_queue import RequestQueue
 from router.metrics import RouterMetrics
 from router.policy.longest_prefix import LongestPrefixPolicy
 from router.services import policy_settings
@@ -25,7 +26,7 @@ ROUTER = "router-0"
 
 @dataclass(eq=False)
 class SimulatedTimer:
-    """See ``router.dispatch.Timer``."""
+    """See ``cluster.clock.Timer``."""
 
     due: float
     function: Callable[[], None]
@@ -69,11 +70,20 @@ class Router:
             on_worker_lost=lambda worker: self.dispatcher.on_worker_lost(worker),
             on_dropped=lambda reason: world.count(f"router dropped: {reason}"),
         )
+        metrics = RouterMetrics()
         self.dispatcher = Dispatcher(
             self.view,
             LongestPrefixPolicy(policy_settings(RouterConfig(local_prefill_max_tokens=2))),
-            RouterMetrics(),
-            clock=world.clock,
+            metrics,
+            world.clock,
+        )
+        self.queue = RequestQueue(
+            self.dispatcher,
+            metrics,
+            world.clock,
+            max_sequences=1_000_000,
+            max_waiting=0,
+            max_wait_ms=1,
             timer=self._timer,
         )
 

@@ -17,7 +17,7 @@ from decode_worker import decode_worker as decode_module
 from decode_worker.remote_prefills import PrefillFailure, RemotePrefills
 from kv_transfer.peer_connections import PeerConnections
 from prefill_worker.prefill_worker import PrefillWorker
-from router.dispatch import Dispatcher
+from router.dispatch.dispatcher import Dispatcher
 from tests.simulation import cluster_world
 from tests.simulation.walk import Walk
 

@@ -13,7 +13,8 @@ from cluster.members import Role
 from cluster.messages import CancelPrefill, HandoffFenced, HandoffProgress, Prefill, SetRole
 from cluster.sampling_params import SamplingParams
 from router.cluster_view import WorkerUnreachableError
-from router.dispatch import MAX_ATTEMPTS, RECOVERY_WAIT_S
+from router.dispatch.dispatcher import MAX_ATTEMPTS
+from router.dispatch.request_queue import RECOVERY_WAIT_S
 from tests.engine.prefix_runner import greedy, oracle
 from tests.simulation.cluster_world import WORKERS, ClusterWorker, ClusterWorld
 from tests.simulation.simulated_router import Client

@@ -29,6 +29,7 @@ class GenerationSpec:
     skip_special_tokens: bool
     include_stop_in_output: bool
     cache_salt: str
+    priority: int  # smaller ones first, where requests wait
     continues_prompt_text: bool  # the answer is the rest of the prompt's text, not a message of its own
     timeout_ms: float
     received_at: float  # time.perf_counter()

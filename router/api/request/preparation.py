@@ -155,6 +155,7 @@ def _spec(
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop_in_output=bool(body.include_stop_str_in_output),
         cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
         continues_prompt_text=not is_chat,
         timeout_ms=context.timeout_ms,
         received_at=context.received_at,

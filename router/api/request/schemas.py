@@ -106,6 +106,7 @@ class SamplingFields(_Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    priority: _Int64 | None = None
     # without effect, see ``unsupported_fields.IGNORED``
     user: str | None = None
     safety_identifier: str | None = None

@@ -64,9 +64,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "Answers are not stored, moderated or searched for.", "moderation", "web_search_options", store=False
     ),
     _fields(
-        "All requests are served in one tier, in the order the scheduler finds best.",
+        "All requests are served in one tier; 'priority' orders those that wait.",
         service_tier=("auto", "default"),
-        priority=0,
     ),
     _fields("Predicted outputs are not supported.", "prediction"),
     _fields(

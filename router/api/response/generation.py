@@ -11,7 +11,6 @@ from starlette.requests import Request
 
 from cluster.messages import TokenOutput
 from cluster.sequence_spec import SequenceSpec
-from router.admission import AdmissionError
 from router.api.errors import (
     ClientDisconnectedError,
     bad_request,
@@ -23,7 +22,8 @@ from router.api.request.generation_spec import GenerationSpec
 from router.api.response.choices import ChoiceDelta, ChoiceText
 from router.api.response.seeds import choice_seed
 from router.api.response.usage import UsageCounter
-from router.in_flight import Generation, SequenceRequest
+from router.dispatch.in_flight import Generation, SequenceRequest
+from router.dispatch.waiting_line import LineFullError, NeverFitsError
 from router.policy.plan import NoWorkerError, Plan
 from router.services import RouterServices
 from text_pipeline.output_text import OutputText
@@ -103,31 +103,24 @@ class ActiveGeneration:
             return
         self._is_closed = True
         self._watcher.cancel()
-        self._services.dispatcher.close(self._generation, reason)
-        self._services.admission.release(self.spec.num_choices)
+        self._services.queue.close(self._generation, reason)
 
     def _start(self) -> Generation:
-        services, spec = self._services, self.spec
+        spec = self.spec
+        sequences = [self._sequence(index) for index in range(spec.num_choices)]
         try:
-            services.admission.admit(spec.num_choices)
-        except AdmissionError as error:
+            return self._services.queue.start(sequences, spec.timeout_ms)
+        except NeverFitsError as error:
             self._metrics.refused.inc()
-            if error.never_fits:
-                raise bad_request(
-                    f"The request asks for {spec.num_choices} sequences; this router serves at most "
-                    f"{error.limit} at a time.",
-                    "n",
-                ) from error
-            raise overloaded(error.limit) from error
-        try:
-            return services.dispatcher.start(
-                [self._sequence(index) for index in range(spec.num_choices)], spec.timeout_ms
-            )
-        except BaseException as error:
-            services.admission.release(spec.num_choices)
-            if isinstance(error, NoWorkerError):
-                raise no_worker(str(error)) from error
-            raise
+            raise bad_request(
+                f"The request asks for {spec.num_choices} sequences; this router serves at most "
+                f"{error.max_sequences} at a time.",
+                "n",
+            ) from error
+        except LineFullError as error:
+            raise overloaded(error) from error
+        except NoWorkerError as error:
+            raise no_worker(str(error)) from error
 
     def _sequence(self, index: int) -> SequenceRequest:
         spec = self.spec
@@ -138,7 +131,10 @@ class ActiveGeneration:
             request_id=spec.request_id if spec.num_choices == 1 else f"{spec.request_id}-{index}",
             model=spec.model.name,
             spec=SequenceSpec(
-                prompt_token_ids=spec.prompts[prompt], sampling=sampling, cache_salt=spec.cache_salt
+                prompt_token_ids=spec.prompts[prompt],
+                sampling=sampling,
+                cache_salt=spec.cache_salt,
+                priority=spec.priority,
             ),
             hashes=spec.hashes[prompt],
             is_explained=self._is_explained,
@@ -169,7 +165,7 @@ class ActiveGeneration:
             self._observe(index, output)
         delta = self._choices[index].feed(output)
         if delta.is_stop_string:
-            self._services.dispatcher.cancel(self._generation, index, "stop_string")
+            self._services.queue.cancel(self._generation, index, "stop_string")
         if delta.finish_reason is not None:
             self._num_open -= 1
         return delta

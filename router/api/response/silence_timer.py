@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
-from router.dispatch import Timer, call_later
+from cluster.clock import Clock, StartTimer, SystemClock, Timer, call_later
 
 
 class SilenceTimer:
@@ -19,20 +18,20 @@ class SilenceTimer:
         interval_s: float,
         on_silence: Callable[[], None],
         *,
-        clock: Callable[[], float] = time.monotonic,
-        timer: Callable[[float, Callable[[], None]], Timer] = call_later,
+        clock: Clock | None = None,
+        timer: StartTimer = call_later,
     ) -> None:
-        """Begins at once. An interval of 0: never. ``clock`` gives seconds."""
+        """Begins at once. An interval of 0: never. ``clock`` is the system's unless another is given."""
         self._interval_s = interval_s
         self._on_silence = on_silence
-        self._clock = clock
+        self._clock = clock or SystemClock()
         self._start_timer = timer
-        self._silent_since = clock()
+        self._silent_since = self._clock.monotonic()
         self._timer: Timer | None = timer(interval_s, self._look) if interval_s > 0 else None
 
     def restart(self) -> None:
         """Something was sent."""
-        self._silent_since = self._clock()
+        self._silent_since = self._clock.monotonic()
 
     def close(self) -> None:
         """No more calls. Harmless if closed."""
@@ -41,9 +40,9 @@ class SilenceTimer:
             self._timer = None
 
     def _look(self) -> None:
-        rest_s = self._silent_since + self._interval_s - self._clock()
+        rest_s = self._silent_since + self._interval_s - self._clock.monotonic()
         if rest_s <= 0:
-            self._silent_since = self._clock()
+            self._silent_since = self._clock.monotonic()
             rest_s = self._interval_s
             self._timer = self._start_timer(rest_s, self._look)
             self._on_silence()  # last, because it may close this

@@ -6,7 +6,8 @@ import pytest
 
 from cluster.messages import Cancel, Generate, RequestError, RequestTimings
 from cluster.sequence_spec import RequestKey
-from router import dispatch
+from router.dispatch.dispatcher import MAX_ATTEMPTS
+from router.dispatch.request_queue import RECOVERY_WAIT_S
 from router.policy.plan import NoWorkerError
 from tests.router.dispatch_bench import TIMEOUT_MS, Bench, received, token_ids
 
@@ -107,10 +108,10 @@ async def test_an_error_that_another_worker_would_repeat_ends_the_request(bench:
 async def test_attempts_are_bounded(bench: Bench) -> None:
     bench.workers(d0=1)
     generation = bench.start()
-    for attempt in range(dispatch.MAX_ATTEMPTS):
+    for attempt in range(MAX_ATTEMPTS):
         bench.fails("d0", "engine_error", attempt=attempt)
         bench.timers.advance(1.0)
-    assert bench.generates() == [("d0", attempt, None) for attempt in range(dispatch.MAX_ATTEMPTS)]
+    assert bench.generates() == [("d0", attempt, None) for attempt in range(MAX_ATTEMPTS)]
     (output,) = await received(generation)
     assert output.error is not None
     assert output.error.code == "engine_error"
@@ -162,7 +163,7 @@ async def test_the_wait_is_bounded_and_ends_with_the_first_error(bench: Bench) -
     bench.workers(d0=1)
     generation = bench.start()
     bench.disconnect("d0")
-    bench.timers.advance(dispatch.RECOVERY_WAIT_S - 0.5)
+    bench.timers.advance(RECOVERY_WAIT_S - 0.5)
     assert 0 in generation.unfinished
     bench.timers.advance(1.0)
     (output,) = await received(generation)
@@ -173,7 +174,7 @@ async def test_the_wait_is_bounded_and_ends_with_the_first_error(bench: Bench) -
     )
     assert output.finish_reason == "error"
     assert len(bench.timers) == 1, "only the request's own deadline, until it is closed"
-    bench.dispatcher.close(generation, "done")
+    bench.queue.close(generation, "done")
     assert len(bench.timers) == 0
     bench.report("d0")
     bench.timers.advance(60.0)
@@ -184,11 +185,11 @@ async def test_a_wait_that_begins_anew_is_bounded_anew(bench: Bench) -> None:
     bench.workers(d0=1)
     generation = bench.start()
     bench.disconnect("d0")
-    bench.timers.advance(dispatch.RECOVERY_WAIT_S - 1)
+    bench.timers.advance(RECOVERY_WAIT_S - 1)
     bench.report("d0")
     bench.timers.advance(0.5)
     bench.disconnect("d0")
-    bench.timers.advance(dispatch.RECOVERY_WAIT_S - 1)
+    bench.timers.advance(RECOVERY_WAIT_S - 1)
     assert 0 in generation.unfinished
     bench.timers.advance(2.0)
     assert 0 not in generation.unfinished
@@ -198,7 +199,7 @@ async def test_a_waiting_request_can_be_cancelled(bench: Bench) -> None:
     bench.workers(d0=1)
     generation = bench.start()
     bench.workers()
-    bench.dispatcher.close(generation, "client")
+    bench.queue.close(generation, "client")
     bench.workers(d0=2)
     bench.timers.advance(60.0)
     assert len(bench.sent(Generate)) == 1
@@ -240,7 +241,7 @@ async def test_at_shutdown_running_and_waiting_requests_end(bench: Bench) -> Non
     bench.disconnect("d0")
     bench.workers(d0=1, d1=1)
     running = bench.start("b")
-    bench.dispatcher.close_all("shutdown")
+    bench.queue.close_all("shutdown")
     for generation in (waiting, running):
         (output,) = await received(generation)
         assert output.error is not None
@@ -291,7 +292,7 @@ async def test_a_worker_that_has_been_told_is_not_told_again(bench: Bench) -> No
     """Outputs that were on their way when the client left."""
     bench.workers(d0=1)
     generation = bench.start()
-    bench.dispatcher.close(generation, "client")
+    bench.queue.close(generation, "client")
     for _ in range(3):
         bench.tokens("d0", 5)
     assert cancels(bench) == [("d0", 0, "client")]
@@ -350,5 +351,5 @@ async def test_a_cancel_reaches_the_worker_that_has_it_now(bench: Bench) -> None
     bench.workers(d0=1, d1=1)
     generation = bench.start()
     bench.workers(d1=1)
-    bench.dispatcher.close(generation, "client")
+    bench.queue.close(generation, "client")
     assert cancels(bench) == [("d1", 1, "client")]
