@@ -258,7 +258,7 @@ def _child_specs(config: LeadoutConfig, registry_url: str, port: int) -> list[Ch
             ChildSpec(
                 name,
                 role,
-                [*program, f"{role}-worker", "--id", name],
+                [*program, "worker", "--role", role, "--id", name],
                 environment,
                 num_threads=num_threads,
             )

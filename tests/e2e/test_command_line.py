@@ -66,7 +66,7 @@ def test_bench(one_prefill_one_decode: RunningCluster) -> None:
         (["serve", "--set", "engine.block_size=17"], "engine.block_size"),
         (["serve", "--set", "engine.blocksize=16"], "blocksize"),
         (["serve", "--set", "nonsense"], "section.field=value"),
-        (["decode-worker", "--model", "/no/such/model.gguf"], "/no/such/model.gguf"),
+        (["worker", "--model", "/no/such/model.gguf"], "/no/such/model.gguf"),
         (["serve", "--model", "org/unknown-model", "--port", "0"], "org/unknown-model"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_worker_whose_port_is_taken_says_so() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         run = leadout(
-            *("decode-worker", "--registry", "redis://127.0.0.1:1/0"),
+            *("worker", "--registry", "redis://127.0.0.1:1/0"),
             *("--set", f"worker.port={port}", "--set", "engine.kv_cache_memory=64MiB"),
         )
     assert run.returncode == 1
@@ -94,7 +94,7 @@ def test_a_worker_that_never_reached_the_registry_says_so() -> None:
     """It waits for the registry; told to end meanwhile, it says what it waited for."""
     with subprocess.Popen(
         [
-            *(sys.executable, "-m", "leadout", "decode-worker", "--registry", "redis://127.0.0.1:1/0"),
+            *(sys.executable, "-m", "leadout", "worker", "--registry", "redis://127.0.0.1:1/0"),
             *("--set", "engine.kv_cache_memory=64MiB"),
         ],
         stderr=subprocess.PIPE,
@@ -104,6 +104,7 @@ def test_a_worker_that_never_reached_the_registry_says_so() -> None:
         for line in worker.stderr:
             if "waiting for the registry" in line:
                 break
+        assert f" worker-{socket.gethostname()}-{worker.pid} " in line, "the id that is made up"
         worker.terminate()
         rest = worker.stderr.read()
     assert worker.returncode == 1

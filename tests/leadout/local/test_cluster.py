@@ -346,9 +346,9 @@ def test_what_is_started_for_a_configuration(monkeypatch: pytest.MonkeyPatch, tm
     program = [sys.executable, "-m", "leadout"]
     assert [(spec.name, spec.role, list(spec.command)) for spec in specs] == [
         ("router-0", "router", [*program, "router", "--id", "router-0"]),
-        ("prefill-0", "prefill", [*program, "prefill-worker", "--id", "prefill-0"]),
-        ("decode-0", "decode", [*program, "decode-worker", "--id", "decode-0"]),
-        ("decode-1", "decode", [*program, "decode-worker", "--id", "decode-1"]),
+        ("prefill-0", "prefill", [*program, "worker", "--role", "prefill", "--id", "prefill-0"]),
+        ("decode-0", "decode", [*program, "worker", "--role", "decode", "--id", "decode-0"]),
+        ("decode-1", "decode", [*program, "worker", "--role", "decode", "--id", "decode-1"]),
     ]
     for spec in specs:
         assert spec.environment["OMP_NUM_THREADS"] == "2"
