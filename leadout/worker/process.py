@@ -29,7 +29,7 @@ def run_worker(config: LeadoutConfig, role: Role, worker_id: str | None = None) 
     TransportUnavailableError, RegistryUnavailableError.
     """
     worker_id = worker_id or config.worker.id or f"worker-{socket.gethostname()}-{os.getpid()}"
-    configure_logging(config.log, process=worker_id)
+    configure_logging(config.log, process=worker_id, role=role)
     num_threads = config.engine.num_threads or available_cores()
     configure_threads(num_threads)
     began = time.monotonic()

@@ -28,8 +28,9 @@ def leadout(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str
 def test_status(one_prefill_one_decode: RunningCluster) -> None:
     shown = leadout("status", "--url", one_prefill_one_decode.url)
     assert shown.returncode == 0, shown.stderr
-    assert "prefill-0" in shown.stdout
-    assert "decode-0" in shown.stdout
+    rows = [line.split()[:3] for line in shown.stdout.splitlines()]
+    assert ["worker-0", "prefill", "ready"] in rows
+    assert ["worker-1", "decode", "ready"] in rows
     state = json.loads(leadout("status", "--url", one_prefill_one_decode.url, "--json").stdout)
     assert {worker["state"] for worker in state["workers"]} == {"ready"}
 
@@ -104,7 +105,7 @@ def test_a_worker_that_never_reached_the_registry_says_so() -> None:
         for line in worker.stderr:
             if "waiting for the registry" in line:
                 break
-        assert f" worker-{socket.gethostname()}-{worker.pid} " in line, "the id that is made up"
+        assert f" worker-{socket.gethostname()}-{worker.pid}/both " in line, "the id that is made up"
         worker.terminate()
         rest = worker.stderr.read()
     assert worker.returncode == 1

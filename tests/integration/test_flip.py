@@ -50,6 +50,7 @@ def roles(cluster: RunningCluster) -> dict[str, str]:
 
 def test_flips_under_load_lose_no_answer(cluster: RunningCluster) -> None:
     wanted = [answer(cluster, index) for index in range(NUM_PROMPTS)]
+    (former_prefill,), (one, other) = cluster.ids_of("prefill"), cluster.ids_of("decode")
     incarnations = {worker["id"]: worker["incarnation"] for worker in cluster.workers()}
     is_over = threading.Event()
 
@@ -64,20 +65,21 @@ def test_flips_under_load_lose_no_answer(cluster: RunningCluster) -> None:
         asking = [pool.submit(keep_asking, index) for index in range(NUM_PROMPTS)]
         try:
             for worker, role in (
-                ("decode-1", "prefill"),
-                ("prefill-0", "decode"),
-                ("decode-1", "both"),
-                ("decode-0", "prefill"),
-                ("decode-1", "decode"),
+                (other, "prefill"),
+                (former_prefill, "decode"),
+                (other, "both"),
+                (one, "prefill"),
+                (other, "decode"),
             ):
                 done = flip(cluster, worker, role)
                 assert (done.returncode, done.stderr) == (0, ""), done
                 assert roles(cluster)[worker] == role
+                assert f"info {worker}/{role} " in cluster.log, "its lines name the present role"
         finally:
             is_over.set()
         assert all(one.result() for one in asking)
     cluster.wait_until_idle()
-    assert roles(cluster) == {"prefill-0": "decode", "decode-0": "prefill", "decode-1": "decode"}
+    assert roles(cluster) == {former_prefill: "decode", one: "prefill", other: "decode"}
     assert {worker["id"]: worker["incarnation"] for worker in cluster.workers()} == incarnations
     assert "Traceback" not in cluster.log
 

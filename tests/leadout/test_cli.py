@@ -191,12 +191,12 @@ def test_chat_s_options(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_drain_s_options(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _Calls(status=1)
     monkeypatch.setattr(leadout.drain, "run_drain", calls)
-    assert _invoke("drain", "decode-0", "--url", "http://host:1/", "--wait", "5").exit_code == 1
-    assert calls.arguments == [(("http://host:1", "decode-0"), {"wait_s": 5.0, "force": False})]
-    assert _invoke("drain", "decode-0", "--force").exit_code == 1
+    assert _invoke("drain", "worker-0", "--url", "http://host:1/", "--wait", "5").exit_code == 1
+    assert calls.arguments == [(("http://host:1", "worker-0"), {"wait_s": 5.0, "force": False})]
+    assert _invoke("drain", "worker-0", "--force").exit_code == 1
     assert calls.arguments[-1][1]["force"] is True
     assert _invoke("drain").exit_code == 2
-    assert _invoke("drain", "decode-0", "--wait", "-1").exit_code == 2
+    assert _invoke("drain", "worker-0", "--wait", "-1").exit_code == 2
 
 
 def test_status_s_options(monkeypatch: pytest.MonkeyPatch) -> None:
