@@ -90,6 +90,7 @@ class WorkerHost:
         """Build and wire all parts; ``opened`` closes them, the last first."""
         config, created = self._config, self._created
         self._metrics = WorkerMetrics()
+        self._metrics.set_role(self._role)
         opened.callback(self._metrics.close)
         self._registry = Registry(config.registry, self._clock)
         opened.push_async_callback(self._registry.close)
@@ -277,7 +278,6 @@ class WorkerHost:
         report = self._worker.report(load, self._state)
         self._note_slow_links(report)
         self._metrics.set_load(report)
-        self._metrics.set_role(self._worker.record.role)
         return True
 
     def _note_slow_links(self, report: LoadReport) -> None:
@@ -301,6 +301,7 @@ class WorkerHost:
 
     def _on_record_changed(self, record: WorkerRecord) -> None:
         configure_logging(self._config.log, process=record.id, role=record.role)
+        self._metrics.set_role(record.role)
         self._changed.set()
 
     def _on_step(self, result: StepResult) -> None:
