@@ -99,7 +99,7 @@ def faults_in_turn(cluster: RunningCluster, options: argparse.Namespace) -> list
         windows = [Window(kind="none", began_at=time.monotonic())]
         time.sleep(30)
         give_up_at = time.monotonic() + options.minutes * 60
-        for kind, fault in fault_schedule():
+        for kind, fault in fault_schedule(cluster):
             if time.monotonic() > give_up_at:
                 break
             wait_until_busy(cluster, fault.process)
@@ -121,12 +121,13 @@ def faults_in_turn(cluster: RunningCluster, options: argparse.Namespace) -> list
     return windows
 
 
-def fault_schedule() -> Iterator[tuple[str, Fault]]:
-    """For ever: each kind of process in turn; of the workers there are two of each kind."""
-    for index in itertools.cycle((0, 1)):
+def fault_schedule(cluster: RunningCluster) -> Iterator[tuple[str, Fault]]:
+    """For ever: each kind of process in turn, of the workers another one each time."""
+    pairs = list(zip(cluster.ids_of("prefill"), cluster.ids_of("decode"), strict=True))
+    for prefill, decode in itertools.cycle(pairs):
         processes = {
-            "prefill worker": f"prefill-{index}",
-            "decode worker": f"decode-{index}",
+            "prefill worker": prefill,
+            "decode worker": decode,
             "router": "router-0",
             "registry": "registry",
         }

@@ -18,13 +18,15 @@ _OWN_FIELDS = frozenset(vars(logging.LogRecord("", 0, "", 0, "", (), None))) | {
 _QUIET_LIBRARIES = ("asyncio", "httpx", "httpcore", "huggingface_hub", "redis", "urllib3", "uvicorn.access")
 
 
-def configure_logging(log: LogConfig, *, process: str) -> None:
-    """Send the log of this process to standard error. ``process`` is its id, and is in every line.
+def configure_logging(log: LogConfig, *, process: str, role: str = "") -> None:
+    """Send the log of this process to standard error. Its id and its present role are in every line.
 
     Fields given as ``extra={...}`` are added to the line. Replaces what was configured before.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if log.format == "json" else TextFormatter(process))
+    handler.setFormatter(
+        JsonFormatter(process, role) if log.format == "json" else TextFormatter(process, role)
+    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(log.level.upper())
@@ -33,11 +35,11 @@ def configure_logging(log: LogConfig, *, process: str) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """``2026-01-31T12:00:00.123Z info decode-0 engine.engine: message key=value``"""
+    """``2026-01-31T12:00:00.123Z info worker-0/decode engine.engine: message key=value``"""
 
-    def __init__(self, process: str) -> None:
+    def __init__(self, process: str, role: str) -> None:
         super().__init__()
-        self._process = process
+        self._process = f"{process}/{role}" if role else process
 
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter."""
@@ -51,18 +53,18 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: time, level, process, logger, message, error (a traceback), and the extras."""
+    """One object per line: time, level, process, a worker's role, logger, message, error, extras."""
 
-    def __init__(self, process: str) -> None:
+    def __init__(self, process: str, role: str) -> None:
         super().__init__()
-        self._process = process
+        self._process = {"process": process, "role": role} if role else {"process": process}
 
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter."""
         fields: dict[str, Any] = {
             "time": _timestamp(record),
             "level": record.levelname.lower(),
-            "process": self._process,
+            **self._process,
             "logger": record.name,
             "message": record.getMessage(),
             **_extras(record),

@@ -153,7 +153,10 @@ class WorkerMetrics:
             registry=registry,
         )
         self._lease_expiries = Counter(
-            prefix + "lease_expiries", "Peers that were silent for too long", ["peer_role"], registry=registry
+            prefix + "lease_expiries",
+            "Leases that ended because a peer was silent: a handoff's, or a router's",
+            ["lease"],
+            registry=registry,
         )
         self._checksum_mismatches = Counter(
             prefix + "checksum_mismatches",
@@ -182,8 +185,8 @@ class WorkerMetrics:
         self._failures = Counter(
             prefix + "request_failures", "Requests that ended with an error", ["code"], registry=registry
         )
-        for peer_role in ("prefill", "router"):
-            self._lease_expiries.labels(peer_role)
+        for lease in ("handoff", "router"):
+            self._lease_expiries.labels(lease)
         for outcome in ("completed", "fenced", "writer_gone"):
             self._handoffs_ended.labels(outcome)
         self._num_dropped: dict[str, int] = {}
@@ -252,9 +255,9 @@ class WorkerMetrics:
         if fence_s is not None:
             self._fence_time.observe(fence_s)
 
-    def lease_expired(self, peer_role: str) -> None:
-        """A ``router`` or a ``prefill`` worker was silent for too long."""
-        self._lease_expiries.labels(peer_role).inc()
+    def lease_expired(self, lease: str) -> None:
+        """A ``router``, or the worker that was to fill a ``handoff``, was silent for too long."""
+        self._lease_expiries.labels(lease).inc()
 
     def checksum_mismatch(self) -> None:
         """A handoff brought other bytes than were sent."""

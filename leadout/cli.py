@@ -9,7 +9,7 @@ import logging
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -137,28 +137,25 @@ def router(
     raise typer.Exit(run_router(_load(config, settings, overrides), id))
 
 
-@app.command("prefill-worker")
-def prefill_worker(
+@app.command()
+def worker(
+    role: Annotated[
+        Role, typer.Option(help="What it takes when it starts; `leadout flip` changes that while it runs.")
+    ] = "both",
     id: Id = None,  # noqa: A002
     registry: RegistryUrl = None,
     model: Model = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Run one prefill worker."""
-    _run_worker("prefill", id, registry, model, config, settings)
+    """Run one worker, which computes prompts for others, generates answers, or does both."""
+    gc.disable()  # what torch makes when it is imported is no garbage: looking for some takes a tenth of it
+    from leadout.worker.process import run_worker
 
-
-@app.command("decode-worker")
-def decode_worker(
-    id: Id = None,  # noqa: A002
-    registry: RegistryUrl = None,
-    model: Model = None,
-    config: ConfigFile = None,
-    settings: Settings = None,
-) -> None:
-    """Run one decode worker."""
-    _run_worker("decode", id, registry, model, config, settings)
+    gc.freeze()  # nor is it looked through later, between two steps
+    gc.enable()
+    overrides = {"registry": {"url": registry}, "model": {"source": model}}
+    raise typer.Exit(run_worker(_load(config, settings, overrides), role, id))
 
 
 @app.command()
@@ -321,23 +318,6 @@ def doctor(
 def version() -> None:
     """Print the version."""
     print(importlib.metadata.version("leadout"))
-
-
-def _run_worker(
-    role: Literal["prefill", "decode"],
-    worker_id: str | None,
-    registry: str | None,
-    model: str | None,
-    config: Path | None,
-    settings: list[str] | None,
-) -> None:
-    gc.disable()  # what torch makes when it is imported is no garbage: looking for some takes a tenth of it
-    from leadout.worker.process import run_worker
-
-    gc.freeze()  # nor is it looked through later, between two steps
-    gc.enable()
-    overrides = {"registry": {"url": registry}, "model": {"source": model}}
-    raise typer.Exit(run_worker(_load(config, settings, overrides), role, worker_id))
 
 
 def _base_url(url: str) -> str:

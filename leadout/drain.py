@@ -24,7 +24,7 @@ def run_drain(url: str, worker: str, *, wait_s: float, force: bool = False) -> i
             return 0
         queue, num_handoffs = state["load"]["queue"], sum(state["load"]["handoffs"].values())
         now = (
-            f"{worker} is {state['state']}: {queue['running']} running, "
+            f"{worker} ({state['role']}) is {state['state']}: {queue['running']} running, "
             f"{queue['waiting'] + queue['waiting_for_remote_kv']} waiting, {num_handoffs} handoffs"
         )
         if now != shown:

@@ -32,7 +32,7 @@ async def _serve(config: LeadoutConfig, *, verbose: bool) -> int:
         states[name] = state
         if live is not None:
             live.update(_progress(states))
-        elif not console.is_terminal or state != "starting":
+        elif not console.is_terminal or not state.startswith("starting"):
             console.print(f"{name}: {state}")
 
     def on_line(name: str, line: str) -> None:
@@ -96,7 +96,7 @@ def _is_quiet(line: str) -> bool:
 def _progress(states: dict[str, str]) -> Table:
     table = Table.grid(padding=(0, 2))
     for name, state in states.items():
-        table.add_row(Text("●", "green" if state == "ready" else "yellow"), name, state)
+        table.add_row(Text("●", "green" if state.startswith("ready") else "yellow"), name, state)
     return table
 
 

@@ -25,10 +25,9 @@ def run_status(url: str, *, as_json: bool, watch_s: float | None) -> int:
     elif watch_s is None:
         console = wide_console()
         console.print(state_table(state))
-        for item in state.get("incompatible", []):
-            names = " and ".join(item["workers"])
+        for pair in unpaired(state):
             # A reason may hold brackets, which are no markup.
-            console.print(f"not paired: {names}: {item['reason']}", style="yellow", markup=False)
+            console.print(f"not paired: {pair}", style="yellow", markup=False)
     else:
         with Live(state_table(state), auto_refresh=False) as live:
             while True:
@@ -49,6 +48,15 @@ def fetch_state(url: str) -> dict[str, Any]:
     if not isinstance(state, dict) or not {"workers", "routers"} <= state.keys():
         raise UserError(f"what answers at {url} is no Leadout router: its /cluster lists no workers")
     return state
+
+
+def unpaired(state: dict[str, Any]) -> list[str]:
+    """Which workers cannot hand over to each other, with their roles, and why."""
+    shown = {worker["id"]: f"{worker['id']} ({worker['role']})" for worker in state["workers"]}
+    return [
+        f"{' and '.join(shown.get(name, name) for name in item['workers'])}: {item['reason']}"
+        for item in state.get("incompatible", [])
+    ]
 
 
 def state_table(state: dict[str, Any]) -> Table:

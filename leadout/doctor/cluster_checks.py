@@ -9,7 +9,7 @@ from typing import Any
 from cluster.members import takes_prefills, takes_requests
 from leadout.doctor.check import Finding
 from leadout.errors import UserError
-from leadout.status import fetch_state
+from leadout.status import fetch_state, unpaired
 
 _SLOW_SHARE = 0.25  # as the workers' own warning, and docs/failures.md
 _STUCK_AFTER_S = 6.0  # longer than the default lease, within which writers normally confirm
@@ -29,7 +29,7 @@ def check_cluster(url: str, *, stuck_after_s: float = _STUCK_AFTER_S) -> list[Fi
     stuck = _stuck_blocks(workers, lambda: fetch_state(url)["workers"], stuck_after_s)
     return [
         judge_workers(workers),
-        judge_pairs(state.get("incompatible", [])),
+        judge_pairs(state),
         *judge_links(workers),
         judge_quarantine(stuck, stuck_after_s),
     ]
@@ -47,7 +47,7 @@ def judge_workers(workers: Sequence[Worker]) -> Finding:
     if not any(takes_requests(one["role"]) and one["state"] == "ready" for one in workers):
         remedy = "start a decode worker, or read the log of one that does not become ready"
         return Finding("failed", f"{seen}; no decode worker is ready", remedy, data, "workers")
-    others = [f"{one['id']} is {one['state']}" for one in workers if one["state"] != "ready"]
+    others = [f"{one['id']} ({one['role']}) is {one['state']}" for one in workers if one["state"] != "ready"]
     if others:
         remedy = (
             "one that stays in starting waits for peers or loads its model; one that is unreachable has died "
@@ -57,12 +57,12 @@ def judge_workers(workers: Sequence[Worker]) -> Finding:
     return Finding("ok", f"{seen}, all ready", data=data, about="workers")
 
 
-def judge_pairs(incompatible: Sequence[Mapping[str, Any]]) -> Finding:
+def judge_pairs(state: dict[str, Any]) -> Finding:
     """Workers that cannot hand over to each other."""
-    data = {"incompatible": list(incompatible)}
-    if not incompatible:
+    data = {"incompatible": state.get("incompatible", [])}
+    if not data["incompatible"]:
         return Finding("ok", "all workers can hand over to each other", data=data, about="pairs")
-    reasons = "; ".join(f"{' and '.join(one['workers'])}: {one['reason']}" for one in incompatible)
+    reasons = "; ".join(unpaired(state))
     remedy = "start all workers of a cluster with the same version, model, model.dtype and engine.block_size"
     return Finding("warning", f"not paired: {reasons}", remedy, data, "pairs")
 

@@ -22,7 +22,7 @@ class ChildSpec:
     """What to start."""
 
     name: str
-    role: str  # "router" | "prefill" | "decode"
+    role: str  # "router", or the role that a worker starts with: it may change, its name stays
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)  # the whole environment of the child
     num_threads: int = 0  # 0: not an engine process

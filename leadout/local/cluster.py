@@ -137,7 +137,7 @@ class LocalCluster:
             child.send_signal(signal.SIGKILL)
 
     def _spawn(self, spec: ChildSpec) -> ChildProcess:
-        self._events.on_state(spec.name, "starting")
+        self._events.on_state(spec.name, "starting" if spec.role == "router" else f"starting as {spec.role}")
         self._ready_since.pop(spec.name, None)
         child = ChildProcess(
             spec,
@@ -168,12 +168,16 @@ class LocalCluster:
         state = await self.cluster_state()
         if state is None:
             return
-        ready = {worker["id"]: worker["pid"] for worker in state["workers"] if worker["state"] == "ready"}
+        ready = {
+            (worker["id"], worker["pid"]): f"ready as {worker['role']}"
+            for worker in state["workers"]
+            if worker["state"] == "ready"
+        }
         for name, child in self._children.items():
-            is_ready = child.spec.role == "router" or ready.get(name) == child.pid
-            if is_ready and name not in self._ready_since:
+            in_words = "ready" if child.spec.role == "router" else ready.get((name, child.pid))
+            if in_words is not None and name not in self._ready_since:
                 self._ready_since[name] = time.monotonic()
-                self._events.on_state(name, "ready")
+                self._events.on_state(name, in_words)
 
     async def _supervise(self, spec: ChildSpec) -> None:
         policy = RestartPolicy()
@@ -234,8 +238,8 @@ class LocalCluster:
 
 
 def _child_specs(config: LeadoutConfig, registry_url: str, port: int) -> list[ChildSpec]:
-    roles = [("prefill", index) for index in range(config.local.prefill)]
-    roles += [("decode", index) for index in range(config.local.decode)]
+    """The router and the workers, those first that start as prefill workers."""
+    roles = ["prefill"] * config.local.prefill + ["decode"] * config.local.decode
     num_threads = config.engine.num_threads or threads_per_process(available_cores(), len(roles))
     environment = {
         **os.environ,
@@ -252,13 +256,13 @@ def _child_specs(config: LeadoutConfig, registry_url: str, port: int) -> list[Ch
     environment.pop("LEADOUT_CONFIG", None)  # its values are in the variables
     program = [sys.executable, "-m", "leadout"]
     specs = [ChildSpec("router-0", "router", [*program, "router", "--id", "router-0"], environment)]
-    for role, index in roles:
-        name = f"{role}-{index}"
+    for index, role in enumerate(roles):
+        name = f"worker-{index}"
         specs.append(
             ChildSpec(
                 name,
                 role,
-                [*program, f"{role}-worker", "--id", name],
+                [*program, "worker", "--role", role, "--id", name],
                 environment,
                 num_threads=num_threads,
             )

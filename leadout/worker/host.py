@@ -15,6 +15,7 @@ from collections.abc import Callable
 from cluster.clock import Clock
 from cluster.config.settings import LeadoutConfig
 from cluster.load import LoadReport, WorkerState
+from cluster.logging_setup import configure_logging
 from cluster.members import Members, ModelIdentity, Peer, Role, WorkerRecord
 from cluster.metrics import WorkerMetrics
 from cluster.problem_log import ProblemLog
@@ -82,13 +83,14 @@ class WorkerHost:
             self._engine_loop.start()
             await self._register()
             record = self._worker.record
-            logger.info("worker %s (%s) serves %s", record.id, record.role, record.model.name)
+            logger.info("serves %s as %s", record.model.name, record.role)
             return await self._serve()
 
     async def _open(self, opened: contextlib.AsyncExitStack) -> None:
         """Build and wire all parts; ``opened`` closes them, the last first."""
         config, created = self._config, self._created
         self._metrics = WorkerMetrics()
+        self._metrics.set_role(self._role)
         opened.callback(self._metrics.close)
         self._registry = Registry(config.registry, self._clock)
         opened.push_async_callback(self._registry.close)
@@ -128,7 +130,7 @@ class WorkerHost:
             events=MetricEvents(self._metrics),
             post=self._post,
             check_gone=lambda one: asyncio.run_coroutine_threadsafe(self._probe.is_gone(one), self._loop),
-            on_changed=lambda record: self._changed.set(),
+            on_changed=self._on_record_changed,
             on_drain=self._on_signal,
             on_activity=self._wake.set,
         )
@@ -276,7 +278,6 @@ class WorkerHost:
         report = self._worker.report(load, self._state)
         self._note_slow_links(report)
         self._metrics.set_load(report)
-        self._metrics.set_role(self._worker.record.role)
         return True
 
     def _note_slow_links(self, report: LoadReport) -> None:
@@ -297,6 +298,11 @@ class WorkerHost:
     def _on_signal(self) -> None:
         self._stop.set()
         self._wake.set()
+
+    def _on_record_changed(self, record: WorkerRecord) -> None:
+        configure_logging(self._config.log, process=record.id, role=record.role)
+        self._metrics.set_role(record.role)
+        self._changed.set()
 
     def _on_step(self, result: StepResult) -> None:
         if result.num_tokens:

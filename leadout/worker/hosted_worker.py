@@ -134,10 +134,11 @@ class HostedWorker:
         if self._is_draining:
             logger.warning("this worker drains and does not become %s", role)
             return
-        logger.info("from %s to %s, with %d requests in hand", self.record.role, role, self.num_active)
+        former = self.record.role
         self.record = structs.replace(self.record, role=role, role_epoch=self.record.role_epoch + 1)
         self._admit()
         self._on_changed(self.record)
+        logger.info("was %s and is %s, with %d requests in hand", former, role, self.num_active)
 
     def drain(self) -> None:
         """Take no new work from now on; what is in hand goes on."""

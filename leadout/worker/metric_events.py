@@ -29,7 +29,7 @@ class MetricEvents:
 
     def lease_expired(self) -> None:
         """See WorkerEvents."""
-        self._metrics.lease_expired("prefill")
+        self._metrics.lease_expired("handoff")
 
     def router_lost(self) -> None:
         """See WorkerEvents."""

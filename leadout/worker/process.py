@@ -1,4 +1,4 @@
-"""One worker process: an engine, a transport, and the role that uses them, from start to clean exit."""
+"""One worker process: an engine, a transport, and the roles that use them, from start to clean exit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 def run_worker(config: LeadoutConfig, role: Role, worker_id: str | None = None) -> int:
-    """Serve as a prefill or decode worker until SIGTERM or SIGINT; returns the exit status.
+    """Serve as a worker that starts with ``role`` until SIGTERM or SIGINT; returns the exit status.
 
     Raises what is wrong with the configuration or the machine: ValueError, OSError, ModelNotFoundError,
     TransportUnavailableError, RegistryUnavailableError.
     """
-    worker_id = worker_id or config.worker.id or f"{role}-{socket.gethostname()}-{os.getpid()}"
-    configure_logging(config.log, process=worker_id)
+    worker_id = worker_id or config.worker.id or f"worker-{socket.gethostname()}-{os.getpid()}"
+    configure_logging(config.log, process=worker_id, role=role)
     num_threads = config.engine.num_threads or available_cores()
     configure_threads(num_threads)
     began = time.monotonic()

@@ -26,26 +26,27 @@ def test_workers_drain_under_load() -> None:
             "model.dtype": "float32",
         },
     )
+    (prefill,), (_, decode) = cluster.ids_of("prefill"), cluster.ids_of("decode")
     requests = mixed_requests(6, max_prompt_tokens=200, max_answer_tokens=40)
     undisturbed = undisturbed_answers(cluster.url, requests)
     with SteadyLoad(cluster.url, requests, num_clients=4) as load:
         load.wait_for_more(2)
-        wait_until_busy(cluster, "decode-1", num_requests=2)  # one may be over when the signal comes
-        os.kill(cluster.pid("decode-1"), signal.SIGTERM)
+        wait_until_busy(cluster, decode, num_requests=2)  # one may be over when the signal comes
+        os.kill(cluster.pid(decode), signal.SIGTERM)
         # Said of processes that end with status 0 only.
-        cluster.wait_until(lambda: "decode-1 has drained and is not started again" in cluster.log)
+        cluster.wait_until(lambda: f"{decode} has drained and is not started again" in cluster.log)
         cluster.num_workers -= 1
         wait_until_whole(cluster)
         load.wait_for_more(2)
-        wait_until_busy(cluster, "prefill-0")
+        wait_until_busy(cluster, prefill)
         drained = subprocess.run(
-            [sys.executable, "-m", "leadout", "drain", "prefill-0", "--force", "--url", cluster.url],
+            [sys.executable, "-m", "leadout", "drain", prefill, "--force", "--url", cluster.url],
             capture_output=True,
             text=True,
             timeout=RECOVERY_TIMEOUT_S,
         )
         assert drained.returncode == 0, drained
-        cluster.wait_until(lambda: "prefill-0 has drained and is not started again" in cluster.log)
+        cluster.wait_until(lambda: f"{prefill} has drained and is not started again" in cluster.log)
         cluster.num_workers -= 1
         wait_until_whole(cluster)
         load.wait_for_more(2)  # with nobody left to prefill for the decode worker

@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
 def test_a_step_that_takes_too_long_ends_the_worker() -> None:
     # No step ends within the shortest limit. The worker looks now and then, so it is kept busy until it has.
     cluster = RunningCluster(prefill=0, decode=1, settings={"engine.step_timeout_ms": "1"})
-    first = cluster.pid("decode-0")
+    (worker,) = cluster.ids_of("decode")
+    first = cluster.pid(worker)
     has_ended = threading.Event()
 
     def keep_busy() -> None:
@@ -34,7 +35,7 @@ def test_a_step_that_takes_too_long_ends_the_worker() -> None:
     try:
         cluster.wait_until(lambda: "an engine step has run for more than 0.001 s" in cluster.log)
         has_ended.set()
-        cluster.wait_until(lambda: cluster.pids().get("decode-0", first) != first)
+        cluster.wait_until(lambda: cluster.pids().get(worker, first) != first)
     finally:
         has_ended.set()
         cluster.stop()

@@ -72,11 +72,12 @@ def blocks(cluster: RunningCluster, worker: str, kind: str) -> int:
 
 
 def test_a_prefill_worker_killed_during_prefill_costs_only_time(cluster: RunningCluster) -> None:
+    (prefill,) = cluster.ids_of("prefill")
     expected = text_of(cluster.complete(prompt=PROMPT, cache_salt="undisturbed"))
     cluster.wait_until_idle()
     thread, answers = in_background(cluster, prompt=PROMPT, cache_salt="disturbed")
-    cluster.wait_until(lambda: "prefill-0" in cluster.leaked_blocks())
-    kill(cluster, "prefill-0")
+    cluster.wait_until(lambda: prefill in cluster.leaked_blocks())
+    kill(cluster, prefill)
     thread.join()
     assert [text_of(answer) for answer in answers] == [expected]
     assert cluster.metric("leadout_router_redispatches_total", kind="retry") >= 1
@@ -86,7 +87,7 @@ def test_a_prefill_worker_killed_during_prefill_costs_only_time(cluster: Running
         salt = f"afterwards {time.monotonic()}"
         answer = cluster.complete(prompt=PROMPT, cache_salt=salt)
         assert text_of(answer) == expected
-        return bool(answer["leadout"]["timings"]["prefill_worker"] == "prefill-0")
+        return bool(answer["leadout"]["timings"]["prefill_worker"] == prefill)
 
     cluster.wait_until(is_used_again)
 
@@ -94,30 +95,32 @@ def test_a_prefill_worker_killed_during_prefill_costs_only_time(cluster: Running
 @pytest.mark.parametrize("end", ["goes on", "is killed"])
 def test_a_frozen_prefill_workers_targets_stay_in_quarantine(cluster: RunningCluster, end: str) -> None:
     """It may wake up and write: no lease that ends frees a block until it has stopped or is dead."""
+    (prefill,), (decode,) = cluster.ids_of("prefill"), cluster.ids_of("decode")
     client = http.client.HTTPConnection(cluster.url.removeprefix("http://"))
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "cache_salt": f"frozen, then {end}"}
     client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    cluster.wait_until(lambda: blocks(cluster, "decode-0", "blocks_reserved") > 0)
-    with frozen(cluster, "prefill-0") as pid:
+    cluster.wait_until(lambda: blocks(cluster, decode, "blocks_reserved") > 0)
+    with frozen(cluster, prefill) as pid:
         client.close()  # it leaves
-        cluster.wait_until(lambda: blocks(cluster, "decode-0", "blocks_quarantined") > 0)
-        quarantined = blocks(cluster, "decode-0", "blocks_quarantined")
+        cluster.wait_until(lambda: blocks(cluster, decode, "blocks_quarantined") > 0)
+        quarantined = blocks(cluster, decode, "blocks_quarantined")
         cluster.wait_until(lambda: len(cluster.workers()) == 1)  # its lease has ended
         time.sleep(LEASE_S)  # whatever the decode worker's timers would do by now
-        assert blocks(cluster, "decode-0", "blocks_quarantined") == quarantined
+        assert blocks(cluster, decode, "blocks_quarantined") == quarantined
         if end == "is killed":
             os.kill(pid, signal.SIGKILL)
-            cluster.wait_until(lambda: cluster.pids().get("prefill-0") != pid)
+            cluster.wait_until(lambda: cluster.pids().get(prefill) != pid)
 
 
 def test_a_decode_worker_killed_in_mid_answer_loses_no_token(cluster: RunningCluster) -> None:
     """The router moves the stream to the next life of the worker, the only one there is."""
+    (decode,) = cluster.ids_of("decode")
     request = stream_of(completion("counting", PROMPT, max_tokens=40))
     expected = undisturbed_answers(cluster.url, [request])["counting"]
 
     def on_content(num_chunks: int) -> None:
         if num_chunks == 8:
-            kill(cluster, "decode-0")
+            kill(cluster, decode)
 
     answer = asyncio.run(_ask(cluster, request, on_content))
     assert answer.outcome(expected) is Outcome.EQUAL, answer.describe(expected)

@@ -54,11 +54,12 @@ def undisturbed(cluster: RunningCluster) -> Mapping[str, Answer]:
     return answers
 
 
-@pytest.mark.parametrize("process", ["prefill-0", "decode-0", "router-0", "registry"])
+@pytest.mark.parametrize("kind", ["prefill", "decode", "router-0", "registry"])
 def test_a_process_is_frozen_and_killed(
-    cluster: RunningCluster, undisturbed: Mapping[str, Answer], process: str
+    cluster: RunningCluster, undisturbed: Mapping[str, Answer], kind: str
 ) -> None:
     wait_until_whole(cluster)
+    process = cluster.ids_of(kind)[0] if kind in ("prefill", "decode") else kind
     with SteadyLoad(cluster.url, REQUESTS, num_clients=NUM_CLIENTS) as load:
         for fault in (Freeze(process, SHORT_S), Freeze(process, LONG_S), Kill(process)):
             wait_until_busy(cluster, process)
@@ -97,7 +98,7 @@ async def test_streams_move_twice_with_logprobs_stop_strings_and_seeds(cluster: 
     moved_before = cluster.metric("leadout_router_redispatches_total", kind="migration")
     num_chunks = dict.fromkeys((request.name for request in requests), 0)
     at_last_kill = dict(num_chunks)
-    to_kill = ["decode-0", "decode-1"]
+    to_kill = cluster.ids_of("decode")
 
     def on_content(name: str, num_so_far: int) -> None:
         """Kill one decode worker, and the other one once all streams run there."""

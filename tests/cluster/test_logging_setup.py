@@ -22,11 +22,11 @@ def _restored() -> Iterator[None]:
 
 
 def test_text_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging(LogConfig(), process="decode-0")
+    configure_logging(LogConfig(), process="worker-0", role="decode")
     logging.getLogger("engine.engine").info("loaded %s", "model", extra={"blocks": 7})
     logging.getLogger("engine.engine").debug("not shown")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.split(" ", 1)[1] == "info decode-0 engine.engine: loaded model blocks=7"
+    assert line.split(" ", 1)[1] == "info worker-0/decode engine.engine: loaded model blocks=7"
 
 
 def test_json_lines_hold_exceptions_and_extras(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,9 +38,21 @@ def test_json_lines_hold_exceptions_and_extras(capsys: pytest.CaptureFixture[str
     (line,) = capsys.readouterr().err.splitlines()
     entry = json.loads(line)
     assert entry["process"] == "router-0"
+    assert "role" not in entry
     assert entry["level"] == "error"
     assert entry["request"] == "r1"
     assert "ValueError: broken" in entry["error"]
+
+
+def test_the_role_is_the_present_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for role in ("decode", "prefill"):
+        configure_logging(LogConfig(format="json"), process="worker-0", role=role)
+        logging.getLogger("cluster").info("said")
+    entries = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(entry["process"], entry["role"]) for entry in entries] == [
+        ("worker-0", "decode"),
+        ("worker-0", "prefill"),
+    ]
 
 
 def test_the_level_and_quiet_libraries(capsys: pytest.CaptureFixture[str]) -> None:

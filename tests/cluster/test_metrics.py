@@ -65,11 +65,11 @@ def test_timings_of_a_handed_over_prompt() -> None:
             transfer_descriptors=2,
             num_computed_tokens=40,
             num_prefill_cached_tokens=16,
-            prefill_worker="prefill-0",
+            prefill_worker="worker-0",
         )
     )
     shown = text(metrics)
-    assert 'leadout_worker_handoffs_total{prefill_worker="prefill-0"} 1.0' in shown
+    assert 'leadout_worker_handoffs_total{prefill_worker="worker-0"} 1.0' in shown
     assert "leadout_worker_handoff_bytes_sum 4096.0" in shown
     assert "leadout_worker_handoff_descriptors_sum 2.0" in shown
     assert "leadout_worker_handoff_gbps_sum 0.00045" in shown  # 4,096 bytes in 9 ms
@@ -82,7 +82,7 @@ def timings_of_a_handoff(num_bytes: int, num_descriptors: int, busy_ms: float) -
         transfer_bytes=num_bytes,
         transfer_descriptors=num_descriptors,
         transfer_busy_ms=busy_ms,
-        prefill_worker="prefill-0",
+        prefill_worker="worker-0",
     )
 
 
@@ -107,7 +107,7 @@ def test_a_handoff_without_writes_has_no_throughput() -> None:
     metrics = WorkerMetrics()
     metrics.observe_timings(timings_of_a_handoff(0, 0, 0.0))
     shown = value_of(metrics)
-    assert shown("handoffs_total", prefill_worker="prefill-0") == 1
+    assert shown("handoffs_total", prefill_worker="worker-0") == 1
     for name in ("handoff_bytes_count", "handoff_descriptors_count", "handoff_gbps_count"):
         assert shown(name) == 0
     metrics.observe_timings(timings_of_a_handoff(1000, 1, 0.0))
@@ -162,13 +162,13 @@ def test_a_fence_that_was_confirmed_at_once_counts() -> None:
 def test_ended_leases_and_wrong_bytes() -> None:
     metrics = WorkerMetrics()
     shown = value_of(metrics)
-    assert [shown("lease_expiries_total", peer_role=role) for role in ("prefill", "router")] == [0, 0]
+    assert [shown("lease_expiries_total", lease=lease) for lease in ("handoff", "router")] == [0, 0]
     assert shown("checksum_mismatches_total") == 0
-    metrics.lease_expired("prefill")
-    metrics.lease_expired("prefill")
+    metrics.lease_expired("handoff")
+    metrics.lease_expired("handoff")
     metrics.lease_expired("router")
     metrics.checksum_mismatch()
-    assert [shown("lease_expiries_total", peer_role=role) for role in ("prefill", "router")] == [2, 1]
+    assert [shown("lease_expiries_total", lease=lease) for lease in ("handoff", "router")] == [2, 1]
     assert shown("checksum_mismatches_total") == 1
 
 

@@ -28,8 +28,9 @@ def leadout(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str
 def test_status(one_prefill_one_decode: RunningCluster) -> None:
     shown = leadout("status", "--url", one_prefill_one_decode.url)
     assert shown.returncode == 0, shown.stderr
-    assert "prefill-0" in shown.stdout
-    assert "decode-0" in shown.stdout
+    rows = [line.split()[:3] for line in shown.stdout.splitlines()]
+    assert ["worker-0", "prefill", "ready"] in rows
+    assert ["worker-1", "decode", "ready"] in rows
     state = json.loads(leadout("status", "--url", one_prefill_one_decode.url, "--json").stdout)
     assert {worker["state"] for worker in state["workers"]} == {"ready"}
 
@@ -66,7 +67,7 @@ def test_bench(one_prefill_one_decode: RunningCluster) -> None:
         (["serve", "--set", "engine.block_size=17"], "engine.block_size"),
         (["serve", "--set", "engine.blocksize=16"], "blocksize"),
         (["serve", "--set", "nonsense"], "section.field=value"),
-        (["decode-worker", "--model", "/no/such/model.gguf"], "/no/such/model.gguf"),
+        (["worker", "--model", "/no/such/model.gguf"], "/no/such/model.gguf"),
         (["serve", "--model", "org/unknown-model", "--port", "0"], "org/unknown-model"),
     ],
 )
@@ -83,7 +84,7 @@ def test_a_worker_whose_port_is_taken_says_so() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         run = leadout(
-            *("decode-worker", "--registry", "redis://127.0.0.1:1/0"),
+            *("worker", "--registry", "redis://127.0.0.1:1/0"),
             *("--set", f"worker.port={port}", "--set", "engine.kv_cache_memory=64MiB"),
         )
     assert run.returncode == 1
@@ -94,7 +95,7 @@ def test_a_worker_that_never_reached_the_registry_says_so() -> None:
     """It waits for the registry; told to end meanwhile, it says what it waited for."""
     with subprocess.Popen(
         [
-            *(sys.executable, "-m", "leadout", "decode-worker", "--registry", "redis://127.0.0.1:1/0"),
+            *(sys.executable, "-m", "leadout", "worker", "--registry", "redis://127.0.0.1:1/0"),
             *("--set", "engine.kv_cache_memory=64MiB"),
         ],
         stderr=subprocess.PIPE,
@@ -104,6 +105,7 @@ def test_a_worker_that_never_reached_the_registry_says_so() -> None:
         for line in worker.stderr:
             if "waiting for the registry" in line:
                 break
+        assert f" worker-{socket.gethostname()}-{worker.pid}/both " in line, "the id that is made up"
         worker.terminate()
         rest = worker.stderr.read()
     assert worker.returncode == 1

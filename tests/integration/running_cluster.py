@@ -68,6 +68,10 @@ class RunningCluster:
         workers: list[dict[str, Any]] = response.json()["workers"]
         return workers
 
+    def ids_of(self, role: str) -> list[str]:
+        """The ids of the workers that have this role now. Ids say nothing of roles, which change."""
+        return sorted(worker["id"] for worker in self.workers() if worker["role"] == role)
+
     def ready_workers(self) -> int:
         """How many workers take requests."""
         return sum(worker["state"] == "ready" for worker in self.workers())

@@ -7,10 +7,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 import httpx
 import pytest
 
+from cluster.members import Role, takes_prefills, takes_requests
 from tests.integration.running_cluster import MODEL, RunningCluster
 from tests.integration.test_many_streams import prompt_of
 
@@ -48,8 +50,18 @@ def roles(cluster: RunningCluster) -> dict[str, str]:
     return {worker["id"]: worker["role"] for worker in cluster.workers()}
 
 
+def taken(cluster: RunningCluster, worker: str) -> set[str]:
+    """What new work a worker's own metrics say that it takes."""
+    (address,) = [one["metrics_address"] for one in cluster.workers() if one["id"] == worker]
+    lines = httpx.get(address, timeout=60).text.splitlines()
+    return {
+        kind for kind in ("requests", "prefills") if f'leadout_worker_role{{takes="{kind}"}} 1.0' in lines
+    }
+
+
 def test_flips_under_load_lose_no_answer(cluster: RunningCluster) -> None:
     wanted = [answer(cluster, index) for index in range(NUM_PROMPTS)]
+    (former_prefill,), (one, other) = cluster.ids_of("prefill"), cluster.ids_of("decode")
     incarnations = {worker["id"]: worker["incarnation"] for worker in cluster.workers()}
     is_over = threading.Event()
 
@@ -64,20 +76,24 @@ def test_flips_under_load_lose_no_answer(cluster: RunningCluster) -> None:
         asking = [pool.submit(keep_asking, index) for index in range(NUM_PROMPTS)]
         try:
             for worker, role in (
-                ("decode-1", "prefill"),
-                ("prefill-0", "decode"),
-                ("decode-1", "both"),
-                ("decode-0", "prefill"),
-                ("decode-1", "decode"),
+                (other, "prefill"),
+                (former_prefill, "decode"),
+                (other, "both"),
+                (one, "prefill"),
+                (other, "decode"),
             ):
                 done = flip(cluster, worker, role)
                 assert (done.returncode, done.stderr) == (0, ""), done
                 assert roles(cluster)[worker] == role
+                assert ("prefills" in taken(cluster, worker)) == takes_prefills(role)
+                assert ("requests" in taken(cluster, worker)) == takes_requests(role)
+                assert f"info {worker}/{role} " in cluster.log, "its lines name the present role"
         finally:
             is_over.set()
         assert all(one.result() for one in asking)
     cluster.wait_until_idle()
-    assert roles(cluster) == {"prefill-0": "decode", "decode-0": "prefill", "decode-1": "decode"}
+    assert roles(cluster) == {former_prefill: "decode", one: "prefill", other: "decode"}
+    assert [cluster.metric("leadout_router_workers", role=role) for role in get_args(Role)] == [1, 2, 0]
     assert {worker["id"]: worker["incarnation"] for worker in cluster.workers()} == incarnations
     assert "Traceback" not in cluster.log
 

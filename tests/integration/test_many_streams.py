@@ -99,9 +99,10 @@ def test_a_client_that_leaves_during_prefill_frees_its_blocks(one_prefill_one_de
     prompt = " ".join(f"word{number}" for number in range(700))
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 8}
     client = http.client.HTTPConnection(cluster.url.removeprefix("http://"))
-    with frozen(cluster, "prefill-0"):  # so that the prefill takes as long as the client needs to leave
+    (prefill,), (decode,) = cluster.ids_of("prefill"), cluster.ids_of("decode")
+    with frozen(cluster, prefill):  # so that the prefill takes as long as the client needs to leave
         client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        cluster.wait_until(lambda: "blocks_reserved" in cluster.leaked_blocks().get("decode-0", {}))
+        cluster.wait_until(lambda: "blocks_reserved" in cluster.leaked_blocks().get(decode, {}))
         client.close()
         cluster.wait_until(lambda: cancelled(cluster) == num_cancelled + 1)
     cluster.wait_until_idle()

@@ -150,21 +150,28 @@ def test_a_wrong_setting_is_named(serve: _Calls, setting: str, parts: Sequence[s
 @pytest.mark.parametrize(
     ("command", "module", "name", "rest"),
     [
-        ("router", router.process, "run_router", ["the-id"]),
-        ("prefill-worker", leadout.worker.process, "run_worker", ["prefill", "the-id"]),
-        ("decode-worker", leadout.worker.process, "run_worker", ["decode", "the-id"]),
+        (["router"], router.process, "run_router", ["the-id"]),
+        (["worker"], leadout.worker.process, "run_worker", ["both", "the-id"]),
+        (["worker", "--role", "prefill"], leadout.worker.process, "run_worker", ["prefill", "the-id"]),
+        (["worker", "--role", "decode"], leadout.worker.process, "run_worker", ["decode", "the-id"]),
     ],
 )
 def test_single_processes(
-    monkeypatch: pytest.MonkeyPatch, command: str, module: Any, name: str, rest: list[str]
+    monkeypatch: pytest.MonkeyPatch, command: list[str], module: Any, name: str, rest: list[str]
 ) -> None:
     calls = _Calls(status=7)
     monkeypatch.setattr(module, name, calls)
-    result = _invoke(command, "--id", "the-id", "--registry", "redis://elsewhere:1/0", "--model", "m")
+    result = _invoke(*command, "--id", "the-id", "--registry", "redis://elsewhere:1/0", "--model", "m")
     assert result.exit_code == 7  # what the process returns
     assert calls.config.registry.url == "redis://elsewhere:1/0"
     assert calls.config.model.source == "m"
     assert list(calls.arguments[0][0][1:]) == rest
+
+
+def test_a_worker_has_one_of_three_roles() -> None:
+    result = _invoke("worker", "--role", "router")
+    assert result.exit_code == 2
+    assert all(role in result.stderr for role in ("'router'", "'prefill'", "'decode'", "'both'"))
 
 
 def test_chat_s_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,12 +191,12 @@ def test_chat_s_options(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_drain_s_options(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _Calls(status=1)
     monkeypatch.setattr(leadout.drain, "run_drain", calls)
-    assert _invoke("drain", "decode-0", "--url", "http://host:1/", "--wait", "5").exit_code == 1
-    assert calls.arguments == [(("http://host:1", "decode-0"), {"wait_s": 5.0, "force": False})]
-    assert _invoke("drain", "decode-0", "--force").exit_code == 1
+    assert _invoke("drain", "worker-0", "--url", "http://host:1/", "--wait", "5").exit_code == 1
+    assert calls.arguments == [(("http://host:1", "worker-0"), {"wait_s": 5.0, "force": False})]
+    assert _invoke("drain", "worker-0", "--force").exit_code == 1
     assert calls.arguments[-1][1]["force"] is True
     assert _invoke("drain").exit_code == 2
-    assert _invoke("drain", "decode-0", "--wait", "-1").exit_code == 2
+    assert _invoke("drain", "worker-0", "--wait", "-1").exit_code == 2
 
 
 def test_status_s_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,9 +318,7 @@ def test_the_version() -> None:
     assert (result.exit_code, result.stdout.strip()) == (0, importlib.metadata.version("leadout"))
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["serve", "--help"], ["decode-worker", "--help"], ["version"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["worker", "--help"], ["version"]])
 def test_help_loads_neither_the_engine_nor_the_servers(arguments: list[str]) -> None:
     code = (
         "import sys\n"

@@ -109,7 +109,7 @@ async def _outage(server: EmbeddedRegistry, clock: SkippingClock, caplog: pytest
         max_stall_s=config.max_stall_s,
         max_registry_outage_s=config.max_outage_ms / 1000,
     )
-    await worker.register(worker_record("decode-0"))
+    await worker.register(worker_record("worker-0"))
     running = asyncio.create_task(membership.run())
     await _until(lambda: len(view.state.workers) == 1 and len(view.routers) == 1)
     os.kill(server.pid, signal.SIGKILL)

@@ -45,21 +45,21 @@ def _status_of(state: dict[str, Any], **options: Any) -> int:
 
 
 def test_a_row_for_each_process(capsys: pytest.CaptureFixture[str]) -> None:
-    busy = _worker("decode-0", "decode", queue=(1, 2, 30), kv=(4, 500, 6, 7, 8))
-    wide_console().print(state_table(_state(_worker("prefill-0", "prefill", "starting"), busy)))
+    busy = _worker("worker-1", "decode", queue=(1, 2, 30), kv=(4, 500, 6, 7, 8))
+    wide_console().print(state_table(_state(_worker("worker-0", "prefill", "starting"), busy)))
     header, *rows = _rows(capsys.readouterr().out)
     assert " ".join(header) == (
         "process role state pid running waiting KV free / total reserved pinned quarantined"
     )
     assert [" ".join(row) for row in rows] == [
-        "prefill-0 prefill starting 100 0 0 0 / 0 0 0 0",
-        "decode-0 decode ready 100 1 32 4 / 500 6 7 8",
+        "worker-0 prefill starting 100 0 0 0 / 0 0 0 0",
+        "worker-1 decode ready 100 1 32 4 / 500 6 7 8",
         "router-0 router ready 7",
     ]
 
 
 def test_nothing_is_cut_off_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    name = "decode-" + "x" * 90
+    name = "worker-" + "x" * 90
     assert _status_of(_state(_worker(name, "decode"))) == 0
     assert name in capsys.readouterr().out
 
@@ -86,13 +86,13 @@ def test_workers_that_do_not_fit_together_are_named_with_the_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     incompatible = [
-        {"workers": ["decode-0", "prefill-1"], "reason": "layout [block 16] against [block 32]"},
-        {"workers": ["decode-1"], "reason": "another model"},
+        {"workers": ["worker-1", "worker-0"], "reason": "layout [block 16] against [block 32]"},
+        {"workers": ["worker-2"], "reason": "another model"},
     ]
-    _status_of(_state(_worker("decode-0", "decode"), incompatible=incompatible))
+    _status_of(_state(_worker("worker-1", "decode"), _worker("worker-0", "both"), incompatible=incompatible))
     lines = capsys.readouterr().out.splitlines()
-    assert "not paired: decode-0 and prefill-1: layout [block 16] against [block 32]" in lines
-    assert "not paired: decode-1: another model" in lines
+    assert "not paired: worker-1 (decode) and worker-0 (both): layout [block 16] against [block 32]" in lines
+    assert "not paired: worker-2: another model" in lines
 
 
 def test_json_is_the_router_s_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ def test_a_link_that_has_become_slow(probe: float, gbps: float, status: Status) 
 def test_workers_that_are_not_ready() -> None:
     finding = _check(_state(_worker("p", "prefill", "unreachable"), _DECODE))["workers"]
     assert finding.status == "warning"
-    assert "p is unreachable" in finding.seen
+    assert "p (prefill) is unreachable" in finding.seen
     assert _check(_state(_PREFILL, _worker("d", "decode", "starting")))["workers"].status == "failed"
     assert _check(_state())["workers"].status == "failed"
 
@@ -86,7 +86,7 @@ def test_workers_that_do_not_fit_together() -> None:
     item = {"workers": ["p", "d"], "reason": "dtype differs: p has float32, d has bfloat16"}
     finding = _check(_state(_PREFILL, _DECODE, incompatible=[item]))["pairs"]
     assert finding.status == "warning"
-    assert "p and d: dtype differs: p has float32, d has bfloat16" in finding.seen
+    assert "p (prefill) and d (decode): dtype differs: p has float32, d has bfloat16" in finding.seen
 
 
 def test_blocks_that_stay_in_quarantine_and_blocks_that_come_back() -> None:

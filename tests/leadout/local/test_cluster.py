@@ -29,8 +29,8 @@ from leadout.local.cluster import ClusterEvents, LocalCluster
 
 _HANG_S = 60  # only so that a broken test ends
 
-# A worker says that it is there by writing its process id to a file of its name. Its behaviour is the
-# content of the file ``<name>.how``, read at each start.
+# A worker says that it is there by writing its process id and its role to a file of its name. Its behaviour
+# is the content of the file ``<name>.how``, read at each start.
 _WORKER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -49,7 +49,7 @@ def end(*_):
         os._exit(0)
 signal.signal(signal.SIGTERM, end)
 if how != "never ready":
-    (folder / (name + ".new")).write_text(str(os.getpid()))
+    (folder / (name + ".new")).write_text(f"{os.getpid()} {sys.argv[3]}")
     os.replace(folder / (name + ".new"), folder / (name + ".pid"))
 while True: time.sleep(60)
 """
@@ -72,8 +72,10 @@ server.listen(16)
 while True:
     connection, _ = server.accept()
     connection.recv(65536)
-    pids = {file.stem: int(file.read_text()) for file in folder.glob("*.pid")}
-    workers = [{"id": name, "pid": pid, "state": "ready"} for name, pid in pids.items()]
+    there = {file.stem: file.read_text().split() for file in folder.glob("*.pid")}
+    workers = [
+        {"id": name, "pid": int(pid), "role": role, "state": "ready"} for name, (pid, role) in there.items()
+    ]
     body = json.dumps({"workers": workers, "routers": []}).encode()
     head = b"HTTP/1.1 200 OK\\r\\nConnection: close\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(body)
     connection.sendall(head + body)
@@ -129,12 +131,11 @@ class _Launcher:
 
 
 def _small_children(folder: Path) -> Callable[[LeadoutConfig, str, int], list[ChildSpec]]:
-    def specs(config: LeadoutConfig, _registry_url: str, port: int) -> list[ChildSpec]:
+    def specs(_config: LeadoutConfig, _registry_url: str, port: int) -> list[ChildSpec]:
         python = [sys.executable, "-S", "-E", "-c"]
         workers = [
-            ChildSpec(f"{role}-{index}", role, [*python, _WORKER, str(folder), f"{role}-{index}"])
-            for role, count in (("prefill", config.local.prefill), ("decode", config.local.decode))
-            for index in range(count)
+            ChildSpec(name, role, [*python, _WORKER, str(folder), name, role])
+            for name, role in (("worker-0", "prefill"), ("worker-1", "decode"))
         ]
         return [ChildSpec("router-0", "router", [*python, _ROUTER, str(folder), str(port)]), *workers]
 
@@ -160,10 +161,16 @@ async def test_start_returns_when_every_process_is_ready(launcher: _Launcher) ->
     assert {worker["id"]: worker["pid"] for worker in state["workers"]} == {
         name: pid for name, pid in cluster.pids.items() if name != "router-0"
     }
-    names = ["router-0", "prefill-0", "decode-0"]
-    assert launcher.states[:3] == [(name, "starting") for name in names]
-    assert sorted(launcher.states[3:]) == sorted((name, "ready") for name in names)
-    assert {file.name for file in launcher.folder.glob("*.log")} == {f"{name}.log" for name in names}
+    states = [
+        ("router-0", "starting"),
+        ("worker-0", "starting as prefill"),
+        ("worker-1", "starting as decode"),
+    ]
+    assert launcher.states[:3] == states
+    assert sorted(launcher.states[3:]) == [
+        (name, state.replace("starting", "ready")) for name, state in states
+    ]
+    assert {file.stem for file in launcher.folder.glob("*.log")} == dict(states).keys()
     assert launcher.notices == []
     assert await cluster.cluster_state() == state
 
@@ -171,14 +178,14 @@ async def test_start_returns_when_every_process_is_ready(launcher: _Launcher) ->
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("fail", "prefill-0 exited with status 3 while starting:\nreading the model\nthere is no such model"),
-        ("be killed", "prefill-0 was killed by SIGKILL while starting:\n"),
+        ("fail", "worker-0 exited with status 3 while starting:\nreading the model\nthere is no such model"),
+        ("be killed", "worker-0 was killed by SIGKILL while starting:\n"),
     ],
 )
 async def test_a_process_that_dies_while_starting_is_named_with_its_last_lines(
     launcher: _Launcher, how: str, message: str
 ) -> None:
-    launcher.behave("prefill-0", how)
+    launcher.behave("worker-0", how)
     cluster = launcher.cluster()
     with pytest.raises(UserError) as caught:
         async with asyncio.timeout(_HANG_S):
@@ -193,8 +200,8 @@ async def test_processes_that_are_never_ready_are_named(
     launcher: _Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_cluster, "_START_TIMEOUT_S", 0.3)
-    launcher.behave("decode-0", "never ready")
-    with pytest.raises(UserError, match=r"^not ready after 0 s: .*decode-0$"):
+    launcher.behave("worker-1", "never ready")
+    with pytest.raises(UserError, match=r"^not ready after 0 s: .*worker-1$"):
         await launcher.cluster().start()
 
 
@@ -211,24 +218,24 @@ async def test_a_killed_worker_is_started_again_and_gets_ready(launcher: _Launch
     cluster = await launcher.started()
     first = cluster.pids
     launcher.states.clear()
-    os.kill(first["decode-0"], signal.SIGKILL)
-    await launcher.until(lambda: ("decode-0", "ready") in launcher.states)
-    assert launcher.states == [("decode-0", "starting"), ("decode-0", "ready")]
-    assert launcher.notices == ["decode-0 was killed by SIGKILL, starting it again in 0.01 s"]
+    os.kill(first["worker-1"], signal.SIGKILL)
+    await launcher.until(lambda: ("worker-1", "ready as decode") in launcher.states)
+    assert launcher.states == [("worker-1", "starting as decode"), ("worker-1", "ready as decode")]
+    assert launcher.notices == ["worker-1 was killed by SIGKILL, starting it again in 0.01 s"]
     second = cluster.pids
-    assert second.pop("decode-0") != first.pop("decode-0")
+    assert second.pop("worker-1") != first.pop("worker-1")
     assert second == first
     assert not cluster.given_up.is_set()
 
 
 async def test_a_worker_that_was_drained_is_not_started_again(launcher: _Launcher) -> None:
     cluster = await launcher.started()
-    os.kill(cluster.pids["decode-0"], signal.SIGTERM)
-    await launcher.until(lambda: ("decode-0", "drained") in launcher.states)
-    assert launcher.notices == ["decode-0 has drained and is not started again"]
+    os.kill(cluster.pids["worker-1"], signal.SIGTERM)
+    await launcher.until(lambda: ("worker-1", "drained") in launcher.states)
+    assert launcher.notices == ["worker-1 has drained and is not started again"]
     assert not cluster.given_up.is_set()
     await cluster.stop()
-    assert launcher.states[-1] == ("decode-0", "drained")
+    assert launcher.states[-1] == ("worker-1", "drained")
 
 
 async def test_a_killed_router_is_started_again_at_the_same_address(launcher: _Launcher) -> None:
@@ -243,23 +250,23 @@ async def test_a_killed_router_is_started_again_at_the_same_address(launcher: _L
 
 async def test_a_process_that_dies_again_and_again_is_given_up(launcher: _Launcher) -> None:
     cluster = await launcher.started()
-    launcher.behave("decode-0", "fail")
-    os.kill(cluster.pids["decode-0"], signal.SIGKILL)
+    launcher.behave("worker-1", "fail")
+    os.kill(cluster.pids["worker-1"], signal.SIGKILL)
     async with asyncio.timeout(_HANG_S):
         await cluster.given_up.wait()
     *restarts, end = launcher.notices
     assert restarts == [
-        "decode-0 was killed by SIGKILL, starting it again in 0.01 s",
-        "decode-0 exited with status 3, starting it again in 0.02 s",
-        "decode-0 exited with status 3, starting it again in 0.04 s",
-        "decode-0 exited with status 3, starting it again in 0.08 s",
+        "worker-1 was killed by SIGKILL, starting it again in 0.01 s",
+        "worker-1 exited with status 3, starting it again in 0.02 s",
+        "worker-1 exited with status 3, starting it again in 0.04 s",
+        "worker-1 exited with status 3, starting it again in 0.08 s",
     ]
     assert end == (
-        "decode-0 exited with status 3 and is not started again: it died 5 times within 60 s\n"
+        "worker-1 exited with status 3 and is not started again: it died 5 times within 60 s\n"
         "reading the model\nthere is no such model"
     )
-    assert launcher.lines.count(("decode-0", "there is no such model")) == 4
-    assert _is_alive(cluster.pids["prefill-0"])
+    assert launcher.lines.count(("worker-1", "there is no such model")) == 4
+    assert _is_alive(cluster.pids["worker-0"])
 
 
 async def test_the_router_ends_before_the_workers(launcher: _Launcher) -> None:
@@ -267,18 +274,18 @@ async def test_the_router_ends_before_the_workers(launcher: _Launcher) -> None:
     await cluster.stop()
     first, *rest = (launcher.folder / "ended").read_text().split()
     assert first == "router-0"
-    assert sorted(rest) == ["decode-0", "prefill-0"]
+    assert sorted(rest) == ["worker-0", "worker-1"]
     assert not any(_is_alive(pid) for pid in cluster.pids.values())
     assert launcher.notices == []  # nothing is started again
 
 
 async def test_a_process_that_does_not_end_is_killed(launcher: _Launcher) -> None:
-    launcher.behave("decode-0", "ignore")
+    launcher.behave("worker-1", "ignore")
     cluster = launcher.cluster(worker_grace_ms=100)
     async with asyncio.timeout(_HANG_S):
         await cluster.start()
         await cluster.stop()
-    assert "decode-0" not in (launcher.folder / "ended").read_text().split()
+    assert "worker-1" not in (launcher.folder / "ended").read_text().split()
     assert not any(_is_alive(pid) for pid in cluster.pids.values())
 
 
@@ -292,10 +299,10 @@ async def test_kill_waits_for_nobody(launcher: _Launcher) -> None:
 
 
 async def test_a_start_that_is_cancelled_can_be_stopped(launcher: _Launcher) -> None:
-    launcher.behave("decode-0", "never ready")
+    launcher.behave("worker-1", "never ready")
     cluster = launcher.cluster()
     starting = asyncio.create_task(cluster.start())
-    await launcher.until(lambda: ("prefill-0", "ready") in launcher.states)
+    await launcher.until(lambda: ("worker-0", "ready as prefill") in launcher.states)
     starting.cancel()
     await cluster.stop()
     assert starting.cancelled()
@@ -346,9 +353,9 @@ def test_what_is_started_for_a_configuration(monkeypatch: pytest.MonkeyPatch, tm
     program = [sys.executable, "-m", "leadout"]
     assert [(spec.name, spec.role, list(spec.command)) for spec in specs] == [
         ("router-0", "router", [*program, "router", "--id", "router-0"]),
-        ("prefill-0", "prefill", [*program, "prefill-worker", "--id", "prefill-0"]),
-        ("decode-0", "decode", [*program, "decode-worker", "--id", "decode-0"]),
-        ("decode-1", "decode", [*program, "decode-worker", "--id", "decode-1"]),
+        ("worker-0", "prefill", [*program, "worker", "--role", "prefill", "--id", "worker-0"]),
+        ("worker-1", "decode", [*program, "worker", "--role", "decode", "--id", "worker-1"]),
+        ("worker-2", "decode", [*program, "worker", "--role", "decode", "--id", "worker-2"]),
     ]
     for spec in specs:
         assert spec.environment["OMP_NUM_THREADS"] == "2"

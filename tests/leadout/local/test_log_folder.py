@@ -25,7 +25,7 @@ def dead_launcher(text: str, changed_at: float) -> Path:
     code = "from leadout.local.log_folder import create_log_folder; print(create_log_folder())"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     folder = Path(shown.stdout.strip())
-    (folder / "decode-0.log").write_text(text)
+    (folder / "worker-0.log").write_text(text)
     os.utime(folder, (changed_at, changed_at))
     return folder
 
@@ -33,12 +33,12 @@ def dead_launcher(text: str, changed_at: float) -> Path:
 def test_the_latest_logs_of_dead_launchers_are_kept_beside_the_new_ones(temporary: Path) -> None:
     dead_launcher("first", 100)
     second = dead_launcher("second", 200)  # keeps the first's
-    assert (second / "previous" / "decode-0.log").read_text() == "first"
+    assert (second / "previous" / "worker-0.log").read_text() == "first"
     own = create_log_folder()
     assert list(temporary.iterdir()) == [own]
     assert [file.name for file in own.iterdir() if file.name != ".owner"] == ["previous"]
-    assert [file.name for file in (own / "previous").iterdir()] == ["decode-0.log"]
-    assert (own / "previous" / "decode-0.log").read_text() == "second"
+    assert [file.name for file in (own / "previous").iterdir()] == ["worker-0.log"]
+    assert (own / "previous" / "worker-0.log").read_text() == "second"
 
 
 def test_a_living_launchers_logs_stay_where_they_are(temporary: Path) -> None:
