@@ -159,12 +159,12 @@ def judge_shm(total: int, free: int, path: str) -> Finding:
 def check_open_files(config: LeadoutConfig) -> Finding:
     """The limit on open files against the connections of a router."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return judge_open_files(soft, hard, config.router.max_concurrent_requests)
+    return judge_open_files(soft, hard, config.router.max_connections)
 
 
-def judge_open_files(soft: int, hard: int, max_requests: int) -> Finding:
+def judge_open_files(soft: int, hard: int, max_connections: int) -> Finding:
     """Limits as ``getrlimit`` gives them; -1 is none."""
-    needed = max_requests + _SPARE_FILES
+    needed = max_connections + _SPARE_FILES
     shown = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
     seen = f"{shown} files may be open at once"
     data = {"soft": soft, "hard": hard, "needed": needed}
@@ -175,7 +175,7 @@ def judge_open_files(soft: int, hard: int, max_requests: int) -> Finding:
         f"{'none' if hard == resource.RLIM_INFINITY else hard}), LimitNOFILE= in a systemd unit, --ulimit "
         "nofile= in docker"
     )
-    seen += f"; a router with router.max_concurrent_requests={max_requests} needs {needed:,}"
+    seen += f"; a router with router.max_connections={max_connections} needs {needed:,}"
     return Finding("failed" if soft < _LEAST_FILES else "warning", seen, remedy, data)
 
 
