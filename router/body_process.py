@@ -1,7 +1,7 @@
 """The process that works on bodies for a router: reads calls from its standard input, and writes results.
 
 It is started by ``router.body_workers``. A frame is a length and a pickle; the pipes connect two processes of
-one program and nobody else. The first frame loads the text model, every further one is a call with it.
+one program and nobody else. The first frame loads the text models, every further one is a call with them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Call:
-    """``function(text_model, *arguments)``."""
+    """``function(text models by name, *arguments)``, which may raise ``expected``."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
+    expected: type[Exception]
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,19 @@ def main() -> None:
     load = _read(calls)
     if load is None:
         return
-    text_model = load()
+    text_models = load()
     results.writelines(frame(Result()))
     results.flush()
     while (call := _read(calls)) is not None:
-        results.writelines(frame(_run(call, text_model)))
+        results.writelines(frame(_run(call, text_models)))
         results.flush()
         del call
 
 
-def _run(call: Call, text_model: object) -> Result:
-    from router.api.errors import ApiError
-
+def _run(call: Call, text_models: object) -> Result:
     try:
-        return Result(value=call.function(text_model, *call.arguments))
-    except ApiError as error:
+        return Result(value=call.function(text_models, *call.arguments))
+    except call.expected as error:
         return Result(error=error)
     except Exception:
         return Result(failure=traceback.format_exc())

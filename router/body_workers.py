@@ -14,11 +14,10 @@ import os
 import pickle
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from cluster.end_with_parent import end_with_parent
-from router.api.errors import ApiError
 from router.body_process import LENGTH, Call, Result, frame
 from router.metrics import RouterMetrics
 from text_pipeline.text_model import TextModel
@@ -26,6 +25,15 @@ from text_pipeline.text_model import TextModel
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class TooManyBodiesError(Exception):
+    """Too many bytes wait already."""
+
+
+class BodyNotPreparedError(Exception):
+    """The body took too long, or ended its processes."""
+
 
 LARGE_BODY_BYTES = 256 * 1024
 MAX_WORK_S = 60.0  # on one body: only a template that does not end takes longer
@@ -42,15 +50,15 @@ class BodyWorkers:
 
     def __init__(
         self,
-        load_text_model: Callable[[], TextModel],
+        load_text_models: Callable[[], Mapping[str, TextModel]],
         metrics: RouterMetrics,
         *,
         num_processes: int,
         max_waiting_bytes: int,
         max_work_s: float = MAX_WORK_S,
     ) -> None:
-        """``load_text_model`` must be picklable: each process calls it once."""
-        self._load_text_model = load_text_model
+        """``load_text_models`` must be picklable: each process calls it once."""
+        self._load_text_models = load_text_models
         self._metrics = metrics
         self._max_waiting_bytes = max_waiting_bytes
         self._max_work_s = max_work_s
@@ -66,16 +74,18 @@ class BodyWorkers:
         """The processes that run now."""
         return tuple(process.pid for process in self._processes)
 
-    async def run(self, function: Callable[..., T], context: object, data: bytes) -> T:
-        """``function(text_model, context, data)`` in another process.
+    async def run(
+        self, function: Callable[..., T], context: object, data: bytes, expected: type[Exception] = ValueError
+    ) -> T:
+        """``function(text models by name, context, data)`` in another process.
 
-        Raises the ApiError that it raises, and RuntimeError for another exception; ApiError (429) where too
-        much waits already, and (503) if it takes longer than ``max_work_s`` or its process dies twice. If the
-        caller is cancelled, a call that waits is dropped; one that has begun ends for nobody.
+        Raises what it raises of ``expected``, and RuntimeError for another exception; TooManyBodiesError, and
+        BodyNotPreparedError if it takes longer than ``max_work_s`` or its process dies twice. If the caller
+        is cancelled, a call that waits is dropped; one that has begun ends for nobody.
         """
         is_large = len(data) > LARGE_BODY_BYTES
         await self._wait_for_slot(len(data), is_large)
-        task = asyncio.create_task(self._work_in_slot(Call(function, (context, data)), is_large))
+        task = asyncio.create_task(self._work_in_slot(Call(function, (context, data), expected), is_large))
         self._work.add(task)
         task.add_done_callback(self._forget)
         result: T = await asyncio.shield(task)
@@ -97,14 +107,7 @@ class BodyWorkers:
     async def _wait_for_slot(self, size: int, is_large: bool) -> None:
         if self._num_waiting_bytes + size > self._max_waiting_bytes:
             self._metrics.refused.inc()
-            raise ApiError(
-                429,
-                f"Too many large requests: {self._num_waiting_bytes} bytes of request bodies wait already. "
-                "Please retry later.",
-                error_type="rate_limit_error",
-                code="too_many_requests",
-                retry_after=1,
-            )
+            raise TooManyBodiesError(f"{self._num_waiting_bytes} bytes of request bodies wait already")
         self._num_waiting_bytes += size
         self._metrics.bodies_waiting.inc()
         try:
@@ -154,20 +157,14 @@ class BodyWorkers:
             finally:
                 if process is not None and process not in self._idle:
                     await self._end(process)
-        raise ApiError(
-            503,
-            "The request's body could not be worked on. Please retry.",
-            error_type="service_unavailable_error",
-            code="body_not_prepared",
-            retry_after=1,
-        )
+        raise BodyNotPreparedError
 
     async def _new_process(self) -> _BodyProcess:
         process = await _BodyProcess.start()
         self._processes.add(process)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                await process.call(frame(self._load_text_model))
+                await process.call(frame(self._load_text_models))
         except BaseException:
             await self._end(process)
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from cluster.members import PROTOCOL_VERSION, Members, RouterRecord, WorkerRecord
 from cluster.messages import Envelope, KvEvents, LoadUpdate, Message, Subscribe, TokenBatch
@@ -29,6 +29,7 @@ class ClusterView:
 
     ``on_tokens(worker, batch)`` gets the workers' outputs, ``on_worker_lost(worker)`` is called when a worker
     has left or its connection broke, ``on_dropped(reason)`` for each message that is ignored.
+    ``vocab_sizes``: of this router's tokenizers, by model; a model of fewer tokens would not know some.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class ClusterView:
         on_worker_lost: Callable[[str], None],
         on_dropped: Callable[[str], None],
         max_index_blocks: int = 1_000_000,
-        max_vocab_size: Callable[[str], int | None] = lambda model: None,
+        vocab_sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.state = ClusterState(max_index_blocks)
         self.routers: tuple[RouterRecord, ...] = ()  # in the order of their ids
@@ -47,7 +48,7 @@ class ClusterView:
         self._on_tokens = on_tokens
         self._on_worker_lost = on_worker_lost
         self._on_dropped = on_dropped
-        self._max_vocab_size = max_vocab_size
+        self._vocab_sizes = vocab_sizes or {}
         self._connections: dict[str, Connection] = {}
         self._members: Members | None = None  # the last that were taken in whole
         self._refused: list[Incompatible] = []
@@ -228,7 +229,7 @@ class ClusterView:
                 f"protocol version differs: {record.id} has {record.protocol_version}, "
                 f"this router has {PROTOCOL_VERSION}"
             )
-        vocab_size = self._max_vocab_size(record.model.name)
+        vocab_size = self._vocab_sizes.get(record.model.name)
         if vocab_size is not None and vocab_size > record.model.vocab_size:
             return (
                 f"vocabulary differs: {record.id} has {record.model.vocab_size} tokens, "

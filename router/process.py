@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Mapping
 
 import uvloop
 
@@ -24,8 +25,9 @@ from model_files.model_source import ModelSource, resolve_model
 from router.app import create_app
 from router.http_server import HttpServer, bind_listener, http_limits, listener_url
 from router.membership import Membership
+from router.served_model import RouterModel
 from router.services import RouterServices, build_services
-from router.text_model_files import load_text_model_of
+from router.text_model_files import load_text_model_of, load_text_models
 
 logger = logging.getLogger(__name__)
 
@@ -49,15 +51,15 @@ def run_router(config: LeadoutConfig, router_id: str | None = None) -> int:
     router = RouterProcess(
         config,
         router_id=router_id,
-        model_name=config.model.served_name or source.default_name,
-        source=source,
-        defaults=(
-            generation_defaults(source) if config.model.generation_defaults == "auto" else OPENAI_DEFAULTS
-        ),
+        sources={config.model.served_name or source.default_name: source},
         listener=listener,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(router.run())
+
+
+def _defaults(config: LeadoutConfig, source: ModelSource) -> GenerationDefaults:
+    return generation_defaults(source) if config.model.generation_defaults == "auto" else OPENAI_DEFAULTS
 
 
 class RouterProcess:
@@ -68,9 +70,7 @@ class RouterProcess:
         config: LeadoutConfig,
         *,
         router_id: str,
-        model_name: str,
-        source: ModelSource,
-        defaults: GenerationDefaults,
+        sources: Mapping[str, ModelSource],
         listener: socket.socket,
     ) -> None:
         self._config = config
@@ -88,12 +88,13 @@ class RouterProcess:
         )
         self.services: RouterServices = build_services(
             router_id=router_id,
-            model_name=model_name,
-            text_model=load_text_model_of(source),
-            load_text_model=functools.partial(load_text_model_of, source),
+            models={
+                name: RouterModel(text=load_text_model_of(source), defaults=_defaults(config, source))
+                for name, source in sources.items()
+            },
+            load_text_models=functools.partial(load_text_models, sources),
             config=config.router,
             connect=ZmqNetwork(router_id, self._incarnation).connect,
-            generation_defaults=defaults,
         )
 
     async def run(self) -> int:
@@ -129,7 +130,7 @@ class RouterProcess:
         warming = asyncio.create_task(self._warm_up(), name="first process for bodies")
         member = asyncio.create_task(membership.run(), name="membership")
         logger.info(
-            "router %s serves %s at %s", self.record.id, self.services.model_name, self.record.address
+            "router %s serves %s at %s", self.record.id, ", ".join(self.services.models), self.record.address
         )
         try:
             status = await self._until_stopped(serving, member, registry)

@@ -1,10 +1,24 @@
-"""A model that is served now, as the requests for it see it."""
+"""The models of a router: those it has the text side of, and how they are served now."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
+from router.state.prompt_hashes import HashGroup
+from text_pipeline.text_model import TextModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterModel:
+    """A model that this router can tokenize for, whoever serves it."""
+
+    text: TextModel
+    defaults: GenerationDefaults = OPENAI_DEFAULTS
+
+
+ModelTable = Mapping[str, RouterModel]  # by the name in requests and in workers' records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +30,7 @@ class ServedModel:
     max_model_len: int  # tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    hash_groups: tuple[HashGroup, ...]  # for which a prompt is hashed
     defaults: GenerationDefaults = OPENAI_DEFAULTS
 
 

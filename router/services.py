@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cluster.clock import SystemClock
 from cluster.config.settings import RouterConfig
 from cluster.network import Connect
-from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults
 from router.body_workers import BodyWorkers
 from router.cluster_view import ClusterView
 from router.dispatch.dispatcher import Dispatcher
@@ -17,8 +16,9 @@ from router.dispatch.request_queue import RequestQueue
 from router.metrics import RouterMetrics
 from router.policy.longest_prefix import LongestPrefixPolicy, PolicySettings
 from router.rejection_log import RejectionLog
-from router.served_model import ModelNotReadyError, ServedModel
+from router.served_model import ModelNotReadyError, ModelTable, ServedModel
 from text_pipeline.text_model import TextModel
+from text_pipeline.tokenizer import Tokenizer
 
 _WAITING_BODIES = 16  # of the largest size: that many bytes of bodies may wait to be worked on
 
@@ -28,9 +28,7 @@ class RouterServices:
     """The parts of a router. Built by ``build_services``."""
 
     router_id: str
-    model_name: str  # the one whose tokenizer is loaded
-    text_model: TextModel
-    generation_defaults: GenerationDefaults
+    models: ModelTable
     config: RouterConfig
     view: ClusterView
     queue: RequestQueue
@@ -41,51 +39,70 @@ class RouterServices:
     started_at: float = field(default_factory=time.time)
     is_draining: bool = False
     registry_problem: Callable[[], str] = lambda: ""  # why the members are not known; "" if they are
-    _served: ServedModel | None = None  # as it was at ...
-    _served_version: tuple[int, int] = (0, 0)  # ... this version of the cluster's state
+    _served: dict[str, tuple[object, ServedModel]] = field(default_factory=dict)  # by name, with the version
 
-    def served_model(self) -> ServedModel:
-        """The model with the limits of the workers that are ready. Raises ModelNotReadyError."""
-        name = self.model_name
+    @property
+    def text_models(self) -> dict[str, TextModel]:
+        """Tokenizer and template of each model."""
+        return {name: model.text for name, model in self.models.items()}
+
+    def tokenizer(self, model: ServedModel) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.models[model.name].text.tokenizer
+
+    def served_model(self, name: str) -> ServedModel:
+        """A model with the limits of the workers that are ready. Raises ModelNotReadyError."""
         if self.is_draining:
             raise ModelNotReadyError("The router is shutting down.")
         state = self.view.state
         problem = self.registry_problem()
         if problem and state.workers:
             raise ModelNotReadyError(f"The view of the cluster is too old: {problem}.")
-        if self._served is not None and self._served_version == state.version:
-            return self._served
+        version, served = self._served.get(name, (None, None))
+        if served is not None and version == state.version:
+            return served
         workers = [worker for worker in state.decode_workers(name) if worker.is_ready]
         if not workers:
             raise ModelNotReadyError(
-                f"No decode worker for the model {name!r} is ready: {'; '.join(self.not_ready_reasons())}."
+                f"No decode worker for the model {name!r} is ready: {'; '.join(self._why_not_ready(name))}."
             )
         models = [worker.record.model for worker in workers]
         largest = max(models, key=lambda model: model.max_model_len)
-        self._served_version = state.version
-        self._served = ServedModel(
+        served = ServedModel(
             name=name,
             fingerprint=largest.fingerprint,
             max_model_len=largest.max_model_len,
             vocab_size=min(model.vocab_size for model in models),
             eos_token_ids=tuple({token for model in models for token in model.eos_token_ids}),
-            defaults=self.generation_defaults,
+            hash_groups=state.pool(name).groups,
+            defaults=self.models[name].defaults,
         )
-        return self._served
+        self._served[name] = state.version, served
+        return served
+
+    def ready_models(self) -> list[str]:
+        """Names of the models for which a worker takes requests now."""
+        return [name for name in self.view.state.models(ready=True) if name in self.models]
 
     def not_ready_reasons(self) -> list[str]:
-        """Why this router cannot serve; empty if it can."""
+        """Why this router can serve no model; empty if it can serve one."""
         if self.is_draining:
             return ["the router is shutting down"]
         problem = self.registry_problem()
         if problem:
             return [problem]
-        decode = self.view.state.decode_workers(self.model_name)
-        if any(worker.is_ready for worker in decode):
+        if self.ready_models():
             return []
+        return [reason for name in self.models for reason in self._why_not_ready(name)]
+
+    def _why_not_ready(self, name: str) -> list[str]:
+        problem = self.registry_problem()
+        if problem:
+            return [problem]
+        decode = self.view.state.decode_workers(name)
         if not decode:
-            others = [name for name in self.view.state.models(ready=False) if name != self.model_name]
-            reasons = [f"no decode worker for {self.model_name!r} is registered"]
+            others = [other for other in self.view.state.models(ready=False) if other not in self.models]
+            reasons = [f"no decode worker for {name!r} is registered"]
             if others:
                 reasons.append(f"registered decode workers serve {', '.join(map(repr, others))}")
             reasons.extend(item.reason for item in self.view.incompatible if len(item.workers) == 1)
@@ -110,34 +127,29 @@ def policy_settings(config: RouterConfig) -> PolicySettings:
 def build_services(
     *,
     router_id: str,
-    model_name: str,
-    text_model: TextModel,
-    load_text_model: Callable[[], TextModel],
+    models: ModelTable,
+    load_text_models: Callable[[], Mapping[str, TextModel]],
     config: RouterConfig,
     connect: Connect,
-    generation_defaults: GenerationDefaults = OPENAI_DEFAULTS,
 ) -> RouterServices:
     """Wire up a router's parts. Nothing is connected until ``view.update`` is called.
 
-    ``load_text_model`` loads ``text_model`` in another process, and must be picklable.
+    ``load_text_models`` loads the text side of ``models`` in another process, and must be picklable.
     """
     metrics = RouterMetrics()
-    num_tokens = text_model.tokenizer.vocab_size
     view = ClusterView(
         connect=connect,
         on_tokens=lambda worker, batch: dispatcher.on_tokens(worker, batch),
         on_worker_lost=lambda worker: dispatcher.on_worker_lost(worker),
         on_dropped=metrics.message_dropped,
         max_index_blocks=config.max_index_blocks,
-        max_vocab_size=lambda name: num_tokens if name == model_name else None,
+        vocab_sizes={name: model.text.tokenizer.vocab_size for name, model in models.items()},
     )
     clock = SystemClock()
     dispatcher = Dispatcher(view, LongestPrefixPolicy(policy_settings(config)), metrics, clock)
     return RouterServices(
         router_id=router_id,
-        model_name=model_name,
-        text_model=text_model,
-        generation_defaults=generation_defaults,
+        models=models,
         config=config,
         view=view,
         queue=RequestQueue(
@@ -151,7 +163,7 @@ def build_services(
         dispatcher=dispatcher,
         metrics=metrics,
         body_workers=BodyWorkers(
-            load_text_model,
+            load_text_models,
             metrics,
             num_processes=config.body_processes,
             max_waiting_bytes=_WAITING_BODIES * config.max_request_body,

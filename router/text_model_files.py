@@ -1,6 +1,8 @@
-"""Loads the text side of a model from its files, without its weights."""
+"""Loads the text side of models from their files, without their weights."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from model_files.gguf import GgufFile
 from model_files.model_source import ModelSource
@@ -16,3 +18,8 @@ def load_text_model_of(source: ModelSource) -> TextModel:
         return load_text_model("hf", source.path)
     with GgufFile.open(source.path) as gguf:
         return load_text_model("gguf", source.path, gguf.metadata)
+
+
+def load_text_models(sources: Mapping[str, ModelSource]) -> dict[str, TextModel]:
+    """Those of several models by name. Raises as ``load_text_model_of`` does."""
+    return {name: load_text_model_of(source) for name, source in sources.items()}

@@ -21,5 +21,5 @@ async def chat_completions(services: RouterServices, request: Request) -> Respon
     data = await read_body(request, services.config)
     prepared = await prepare(services, request, data, received_at, prepare_chat)
     services.metrics.tokenize_time.labels("chat").observe(time.perf_counter() - received_at)
-    shape = ChatShape(services, prepared.body)
+    shape = ChatShape(services.tokenizer(prepared.spec.model), prepared.body)
     return await respond(services, prepared.spec, request, prepared.body, shape)

@@ -21,5 +21,6 @@ async def completions(services: RouterServices, request: Request) -> Response:
     data = await read_body(request, services.config)
     prepared = await prepare(services, request, data, received_at, prepare_completion)
     services.metrics.tokenize_time.labels("completions").observe(time.perf_counter() - received_at)
-    shape = CompletionShape(services, prepared.spec, prepared.body, prepared.echo)
+    tokenizer = services.tokenizer(prepared.spec.model)
+    shape = CompletionShape(tokenizer, prepared.spec, prepared.body, prepared.echo)
     return await respond(services, prepared.spec, request, prepared.body, shape)

@@ -25,11 +25,11 @@ def load(services: RouterServices) -> dict[str, int]:
 
 
 def readiness(services: RouterServices) -> tuple[int, dict[str, Any]]:
-    """200 if a request for the model would be served now, otherwise 503 with the reasons."""
+    """200 with the models that would be served now; 503 with the reasons if there is none."""
     reasons = services.not_ready_reasons()
     if reasons:
         return 503, {"status": "not ready", "reasons": reasons}
-    return 200, {"status": "ready", "models": [services.model_name]}
+    return 200, {"status": "ready", "models": services.ready_models()}
 
 
 def metrics(services: RouterServices) -> bytes:

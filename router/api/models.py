@@ -10,15 +10,15 @@ from router.services import RouterServices
 
 def list_models(services: RouterServices) -> dict[str, Any]:
     """The models a decode worker serves now and this router can tokenize for."""
-    names = [name for name in services.view.state.models(ready=True) if name == services.model_name]
+    names = [name for name in services.view.state.models(ready=True) if name in services.models]
     return {"object": "list", "data": [_model(services, name) for name in names]}
 
 
 def get_model(services: RouterServices, name: str) -> dict[str, Any]:
     """One model. Raises ApiError (404)."""
-    served = services.view.state.models(ready=True)
-    if name not in served or name != services.model_name:
-        raise model_not_found(name, [other for other in served if other == services.model_name])
+    served = [other for other in services.view.state.models(ready=True) if other in services.models]
+    if name not in served:
+        raise model_not_found(name, served)
     return _model(services, name)
 
 

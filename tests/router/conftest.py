@@ -20,8 +20,9 @@ from cluster.rpc import RpcConnection
 from model_files.model_source import BUNDLED_MODEL, resolve_model
 from router.app import create_app
 from router.http_server import HttpServer, bind_listener, http_limits, listener_url
+from router.served_model import RouterModel
 from router.services import RouterServices, build_services
-from router.text_model_files import load_text_model_of
+from router.text_model_files import load_text_model_of, load_text_models
 from tests.router.factories import members_of, model_identity
 from tests.router.scripted_worker import ScriptedWorker, until
 from text_pipeline.text_model import TextModel
@@ -91,7 +92,8 @@ StartRouter = Callable[..., Any]
 async def start_router(text_model: TextModel) -> AsyncIterator[StartRouter]:
     """``await start_router(worker, ..., max_n=4)`` gives a RunningRouter with these workers and settings.
 
-    ``http``: fields of HttpLimits; ``app``: further arguments of create_app.
+    ``http``: fields of HttpLimits; ``app``: further arguments of create_app; ``models``: their names, all
+    with one text side.
     """
     async with contextlib.AsyncExitStack() as stack:
 
@@ -99,10 +101,11 @@ async def start_router(text_model: TextModel) -> AsyncIterator[StartRouter]:
             *workers: ScriptedWorker,
             http: dict[str, Any] | None = None,
             app: dict[str, Any] | None = None,
+            models: tuple[str, ...] = (MODEL,),
             **config: Any,
         ) -> RunningRouter:
             return await stack.enter_async_context(
-                _running(text_model, workers, config, http or {}, app or {})
+                _running(dict.fromkeys(models, text_model), workers, config, http or {}, app or {})
             )
 
         yield start
@@ -110,7 +113,7 @@ async def start_router(text_model: TextModel) -> AsyncIterator[StartRouter]:
 
 @contextlib.asynccontextmanager
 async def _running(
-    text_model: TextModel,
+    text_models: dict[str, TextModel],
     workers: tuple[ScriptedWorker, ...],
     config: dict[str, Any],
     http: dict[str, Any],
@@ -129,9 +132,10 @@ async def _running(
 
     services = build_services(
         router_id="router-0",
-        model_name=MODEL,
-        text_model=text_model,
-        load_text_model=functools.partial(load_text_model_of, resolve_model(BUNDLED_MODEL)),
+        models={name: RouterModel(text=text) for name, text in text_models.items()},
+        load_text_models=functools.partial(
+            load_text_models, dict.fromkeys(text_models, resolve_model(BUNDLED_MODEL))
+        ),
         config=RouterConfig(**config),
         connect=connect,
     )

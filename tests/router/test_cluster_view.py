@@ -30,7 +30,7 @@ class Harness:
             on_tokens=lambda worker, batch: self.batches.append((worker, batch)),
             on_worker_lost=self.lost.append,
             on_dropped=self.dropped.append,
-            max_vocab_size=lambda model: 1000,
+            vocab_sizes={"test-model": 1000},
         )
 
     def members(self, *records: WorkerRecord) -> None:

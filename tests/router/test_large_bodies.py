@@ -46,8 +46,8 @@ async def test_nothing_is_done_here(
     ):
         monkeypatch.setattr(place, None)
     for name in ("encode", "encode_each"):
-        monkeypatch.setattr(router.services.text_model.tokenizer, name, None)
-    monkeypatch.setattr(router.services.text_model, "chat_template", None)
+        monkeypatch.setattr(router.services.models[MODEL].text.tokenizer, name, None)
+    monkeypatch.setattr(router.services.models[MODEL].text, "chat_template", None)
     for path, body in BODIES.items():
         assert len(json.dumps(body)) > INLINE_BODY_BYTES
         response = await router.post(path, {**body, "stop": ["x"]})
@@ -145,4 +145,19 @@ async def test_waiting_bodies_count_as_requests(
     go.touch()
     await within(busy, "the work before it")
     assert [response.status_code for response in await asyncio.gather(*two)] == [200, 200]
+    router.assert_idle()
+
+
+async def test_what_the_processes_cannot_take_is_refused(
+    start_router: StartRouter, large_model: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = await start_router(large_model, body_processes=1)
+    monkeypatch.setattr(router.services.body_workers, "_max_work_s", 1e-6)
+    response = await router.post("chat/completions", BODIES["chat/completions"])
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "body_not_prepared")
+    assert response.headers["retry-after"] == "1"
+    monkeypatch.setattr(router.services.body_workers, "_max_waiting_bytes", 0)
+    response = await router.post("chat/completions", BODIES["chat/completions"])
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "too_many_requests")
+    assert "0 bytes of request bodies wait already" in response.json()["error"]["message"]
     router.assert_idle()

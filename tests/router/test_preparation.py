@@ -17,17 +17,21 @@ from router.state.prompt_hashes import PromptHashes
 from text_pipeline.text_model import TextModel
 
 GROUP = ("f" * 64, 4)
-MODEL = ServedModel(name="m", fingerprint="f" * 64, max_model_len=256, vocab_size=49152, eos_token_ids=(2,))
+MODEL = ServedModel(
+    name="m",
+    fingerprint="f" * 64,
+    max_model_len=256,
+    vocab_size=49152,
+    eos_token_ids=(2,),
+    hash_groups=(GROUP,),
+)
 
 
 def context(**fields: Any) -> PreparationContext:
     values: dict[str, Any] = {
         "request_id": "cmpl-1",
-        "model_name": "m",
-        "model": MODEL,
-        "unavailable": None,
+        "models": {"m": MODEL},
         "limits": body_limits(RouterConfig()),
-        "hash_groups": (GROUP,),
         "timeout_ms": 1000.0,
         "received_at": 5.0,
     }
@@ -36,12 +40,12 @@ def context(**fields: Any) -> PreparationContext:
 
 def chat(text_model: TextModel, *, given: PreparationContext | None = None, **fields: Any) -> Any:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
-    return prepare_chat(text_model, given or context(), json.dumps(body).encode())
+    return prepare_chat({"m": text_model}, given or context(), json.dumps(body).encode())
 
 
 def completion(text_model: TextModel, *, given: PreparationContext | None = None, **fields: Any) -> Any:
     body = {"model": "m", "prompt": "Hi", **fields}
-    return prepare_completion(text_model, given or context(), json.dumps(body).encode())
+    return prepare_completion({"m": text_model}, given or context(), json.dumps(body).encode())
 
 
 def refused(prepare: Any, text_model: TextModel, **fields: Any) -> ApiError:
@@ -123,7 +127,7 @@ def test_a_prompt_that_may_fit_is_tokenized_and_counted(text_model: TextModel) -
 
 def test_prompts_of_one_request_are_bounded_together(text_model: TextModel) -> None:
     model = ServedModel(**{**vars(MODEL), "max_model_len": 8_192})
-    error = refused(completion, text_model, given=context(model=model), prompt=["1" * 4_000] * 66)
+    error = refused(completion, text_model, given=context(models={"m": model}), prompt=["1" * 4_000] * 66)
     assert "262144 tokens together" in error.message
 
 
@@ -138,7 +142,7 @@ def test_one_automaton_for_all_choices(text_model: TextModel, monkeypatch: pytes
 
 
 def test_the_model_is_checked_after_the_body(text_model: TextModel) -> None:
-    away = context(model=None, unavailable=no_worker("nobody is there"))
+    away = context(models={"m": no_worker("nobody is there")})
     assert refused(chat, text_model, given=away).status == 503
     assert refused(chat, text_model, given=away, n="x").status == 400
     assert refused(chat, text_model, given=away, model="other").status == 404

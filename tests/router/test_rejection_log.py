@@ -100,7 +100,9 @@ async def test_each_refused_request_has_one_line(start_router: StartRouter, reco
     await router.http.post("/v1/completions", content=b"\xff", headers=headers)
     await router.http.get("/v1/models/none", headers=headers)
     lines = [{key: vars(one)[key] for key in ("route", "status", "code", "param")} for one in records.records]
-    text = json.dumps(lines) + "".join(TextFormatter("router").format(one) for one in records.records)
+    text = json.dumps(lines) + "".join(
+        TextFormatter("router", role="").format(one) for one in records.records
+    )
     assert "sesame" not in text.replace("/open%20sesame", "")
     assert "\n" not in text
     assert [tuple(line.values()) for line in lines] == [

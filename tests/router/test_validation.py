@@ -16,7 +16,13 @@ from router.served_model import ServedModel
 
 def sampling(defaults: GenerationDefaults = OPENAI_DEFAULTS, **body: Any) -> SamplingParams:
     model = ServedModel(
-        name="m", fingerprint="f", max_model_len=100, vocab_size=50, eos_token_ids=(2,), defaults=defaults
+        name="m",
+        fingerprint="f",
+        max_model_len=100,
+        vocab_size=50,
+        eos_token_ids=(2,),
+        hash_groups=(),
+        defaults=defaults,
     )
     request = CompletionRequest.model_validate({"model": "m", "prompt": "p", **body})
     return sampling_params(request, model, max_tokens=8, logprobs=None)

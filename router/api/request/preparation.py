@@ -6,7 +6,7 @@ is another process; so they take data and return data, and know nothing of the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -29,7 +29,7 @@ from router.api.request.validation import (
     stop_strings,
 )
 from router.served_model import ServedModel
-from router.state.prompt_hashes import HashGroup, PromptHashes
+from router.state.prompt_hashes import PromptHashes
 from text_pipeline.chat_template import ChatTemplateError
 from text_pipeline.text_model import TextModel
 from text_pipeline.tokenizer import TokenizerError
@@ -52,22 +52,19 @@ class PreparationContext:
     """All that a preparation knows of the router: a snapshot, which may go to another process."""
 
     request_id: str  # the API request's: the client's own, or one that was made up
-    model_name: str
-    model: ServedModel | None
-    unavailable: ApiError | None  # why there is no model
+    models: Mapping[str, ServedModel | ApiError]  # by name; or why one cannot be served now
     limits: BodyLimits
-    hash_groups: tuple[HashGroup, ...]
     timeout_ms: float
     received_at: float  # time.perf_counter()
 
     def served_model(self, name: str) -> ServedModel:
         """The limits of the model ``name``. Raises ApiError: 404 if unknown, 503 if not ready."""
-        if name != self.model_name:
-            raise model_not_found(name, [self.model_name])
-        if self.model is None:
-            assert self.unavailable is not None
-            raise self.unavailable
-        return self.model
+        model = self.models.get(name)
+        if model is None:
+            raise model_not_found(name, list(self.models))
+        if isinstance(model, ApiError):
+            raise model
+        return model
 
 
 @dataclass(frozen=True)
@@ -80,14 +77,14 @@ class Prepared(Generic[BodyT]):
 
 
 def prepare_chat(
-    text_model: TextModel, context: PreparationContext, data: bytes
+    text_models: Mapping[str, TextModel], context: PreparationContext, data: bytes
 ) -> Prepared[ChatCompletionRequest]:
     """Prepare ``POST /v1/chat/completions``. Raises ApiError."""
     body = parse_body(data, ChatCompletionRequest, lambda raw: _check_counts(raw, context))
     check_chat_supported(body)
     messages = chat_messages(body.messages)
     model = context.served_model(body.model)
-    prompt = _encode_chat(text_model, body, messages, model)
+    prompt = _encode_chat(text_models[model.name], body, messages, model)
     check_prompt_token_ids(prompt, model.vocab_size, "messages")
     requested = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     max_tokens = resolve_max_tokens(requested, None, len(prompt), model, "messages")
@@ -98,13 +95,14 @@ def prepare_chat(
 
 
 def prepare_completion(
-    text_model: TextModel, context: PreparationContext, data: bytes
+    text_models: Mapping[str, TextModel], context: PreparationContext, data: bytes
 ) -> Prepared[CompletionRequest]:
     """Prepare ``POST /v1/completions``. Raises ApiError."""
     body = parse_body(data, CompletionRequest, lambda raw: _check_counts(raw, context))
     check_completion_supported(body)
     prompts = completion_prompts(body)
     model = context.served_model(body.model)
+    text_model = text_models[model.name]
     token_ids = _encode_prompts(text_model, body, prompts, model)
     sampling = []
     for index, prompt in enumerate(token_ids):
@@ -148,7 +146,7 @@ def _spec(
         endpoint=endpoint,
         model=model,
         prompts=prompts,
-        hashes=[_hashes(prompt, body, context) for prompt in prompts],
+        hashes=[_hashes(prompt, body, model) for prompt in prompts],
         sampling=sampling,
         n=_num_choices(body, context.limits),
         stop_strings=stop_strings(body),
@@ -163,7 +161,9 @@ def _spec(
 
 
 def _check_counts(raw: dict[str, Any], context: PreparationContext) -> None:
-    check_counts(raw, context.limits, None if context.model is None else context.model.max_model_len)
+    name = raw.get("model")
+    model = context.models.get(name) if isinstance(name, str) else None
+    check_counts(raw, context.limits, model.max_model_len if isinstance(model, ServedModel) else None)
 
 
 def _num_choices(body: SamplingFields, limits: BodyLimits) -> int:
@@ -173,9 +173,9 @@ def _num_choices(body: SamplingFields, limits: BodyLimits) -> int:
     return n
 
 
-def _hashes(prompt: list[int], body: SamplingFields, context: PreparationContext) -> PromptHashes:
+def _hashes(prompt: list[int], body: SamplingFields, model: ServedModel) -> PromptHashes:
     hashes = PromptHashes(prompt, body.cache_salt or "")
-    for group in context.hash_groups:
+    for group in model.hash_groups:
         hashes.of(group)
     return hashes
 

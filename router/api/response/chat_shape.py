@@ -10,7 +10,7 @@ from router.api.request.schemas import ChatCompletionRequest
 from router.api.response.choices import ChoiceDelta
 from router.api.response.logprobs import chat_logprobs
 from router.api.response.respond import FinishedChoice
-from router.services import RouterServices
+from text_pipeline.tokenizer import Tokenizer
 
 
 class ChatShape:
@@ -19,8 +19,8 @@ class ChatShape:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, services: RouterServices, body: ChatCompletionRequest) -> None:
-        self._tokenizer = services.text_model.tokenizer
+    def __init__(self, tokenizer: Tokenizer, body: ChatCompletionRequest) -> None:
+        self._tokenizer = tokenizer
         self._wants_logprobs = bool(body.logprobs)
         self._num_top = body.top_logprobs or 0
 

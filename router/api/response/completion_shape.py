@@ -11,8 +11,8 @@ from router.api.request.schemas import CompletionRequest
 from router.api.response.choices import ChoiceDelta
 from router.api.response.logprobs import completion_logprobs
 from router.api.response.respond import FinishedChoice
-from router.services import RouterServices
 from text_pipeline.detokenizer import IncrementalDetokenizer
+from text_pipeline.tokenizer import Tokenizer
 
 
 class CompletionShape:
@@ -22,14 +22,14 @@ class CompletionShape:
 
     def __init__(
         self,
-        services: RouterServices,
+        tokenizer: Tokenizer,
         spec: GenerationSpec,
         body: CompletionRequest,
         echo: Sequence[str],
     ) -> None:
         """``echo`` is the prompts' text, if it is to be repeated, or empty."""
         self._spec = spec
-        self._tokenizer = services.text_model.tokenizer
+        self._tokenizer = tokenizer
         self._num_top = body.logprobs
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}  # by choice: where its next token begins
         self._echo = echo

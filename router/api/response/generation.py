@@ -144,7 +144,7 @@ class ActiveGeneration:
         spec = self.spec
         sampling = spec.sampling[index // spec.n]
         output_text = OutputText(
-            self._services.text_model.tokenizer,
+            self._services.tokenizer(spec.model),
             stop_strings=spec.stop_strings,
             include_stop=spec.include_stop_in_output,
             min_tokens=sampling.min_tokens,
