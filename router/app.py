@@ -24,8 +24,8 @@ from router.api.request.json_body import parse_body
 from router.api.request.request_body import read_body
 from router.api.request.schemas import ChatCompletionRequest, CompletionRequest
 from router.api.response.streaming import CLIENT_CLOSED_REQUEST
+from router.http.request_middleware import RequestMiddleware, method_of, record_error
 from router.openapi import ERRORS, EVENT_STREAM, body_schema
-from router.request_middleware import RequestMiddleware, method_of, record_error
 from router.services import RouterServices
 
 _HEADERS_FOR_PAGES = ["X-Request-Id", "X-Leadout-Request-Id", "X-Leadout-Plan", "Retry-After"]

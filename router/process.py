@@ -23,7 +23,7 @@ from cluster.rpc import ZmqNetwork
 from model_files.generation_defaults import OPENAI_DEFAULTS, GenerationDefaults, generation_defaults
 from model_files.model_source import ModelSource, resolve_model
 from router.app import create_app
-from router.http_server import HttpServer, bind_listener, http_limits, listener_url
+from router.http.server import HttpServer, bind_listener, http_limits, listener_url
 from router.membership import Membership
 from router.served_model import RouterModel
 from router.services import RouterServices, build_services

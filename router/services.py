@@ -13,9 +13,9 @@ from router.body_workers import BodyWorkers
 from router.cluster_view import ClusterView
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request_queue import RequestQueue
+from router.http.rejection_log import RejectionLog
 from router.metrics import RouterMetrics
 from router.policy.longest_prefix import LongestPrefixPolicy, PolicySettings
-from router.rejection_log import RejectionLog
 from router.served_model import ModelNotReadyError, ModelTable, ServedModel
 from text_pipeline.text_model import TextModel
 from text_pipeline.tokenizer import Tokenizer

@@ -15,7 +15,9 @@ from router.served_model import ServedModel
 from tests.engine.prefix_runner import EOS, VOCAB_SIZE, Collector, make_engine, new_request
 from tests.router.request_values import sampling_bodies
 
-MODEL = ServedModel(name="m", fingerprint="f", max_model_len=128, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+MODEL = ServedModel(
+    name="m", fingerprint="f", max_model_len=128, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), hash_groups=()
+)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 MAX_TOKENS = 4
 

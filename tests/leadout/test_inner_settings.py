@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from cluster.config.settings import EngineConfig, RouterConfig
 from leadout.worker.process import scheduler_config
 from router.api.request.body_limits import body_limits
-from router.http_server import http_limits
+from router.http.server import http_limits
 from router.services import policy_settings
 
 

@@ -19,7 +19,7 @@ from cluster.messages import Envelope
 from cluster.rpc import RpcConnection
 from model_files.model_source import BUNDLED_MODEL, resolve_model
 from router.app import create_app
-from router.http_server import HttpServer, bind_listener, http_limits, listener_url
+from router.http.server import HttpServer, bind_listener, http_limits, listener_url
 from router.served_model import RouterModel
 from router.services import RouterServices, build_services
 from router.text_model_files import load_text_model_of, load_text_models

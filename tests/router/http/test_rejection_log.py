@@ -11,7 +11,7 @@ import pytest
 
 from cluster.clock import ManualClock
 from cluster.logging_setup import TextFormatter
-from router.rejection_log import Rejection, RejectionLog, address_text, plain
+from router.http.rejection_log import Rejection, RejectionLog, address_text, plain
 from tests.router.conftest import StartRouter
 from tests.router.scripted_worker import within
 
@@ -33,7 +33,7 @@ class _Records(logging.Handler):
 @pytest.fixture
 def records() -> Any:
     handler = _Records()
-    logger = logging.getLogger("router.rejection_log")
+    logger = logging.getLogger("router.http.rejection_log")
     logger.addHandler(handler)
     level = logger.level
     logger.setLevel(logging.INFO)

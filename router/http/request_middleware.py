@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.api.errors import ApiError, internal_error, overloaded
 from router.api.response.streaming import CLIENT_CLOSED_REQUEST
 from router.dispatch.waiting_line import LineFullError
-from router.rejection_log import Rejection, address_text
+from router.http.rejection_log import Rejection, address_text
 from router.services import RouterServices
 
 logger = logging.getLogger(__name__)

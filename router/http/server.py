@@ -15,9 +15,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from cluster.config.settings import RouterConfig
-from router.http_protocol import BoundedHttpProtocol, HttpLimits
+from router.http.protocol import BoundedHttpProtocol, HttpLimits
+from router.http.rejection_log import RejectionLog
 from router.metrics import RouterMetrics
-from router.rejection_log import RejectionLog
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from router.http_protocol import BoundedHttpProtocol, HttpLimits
+from router.http.protocol import BoundedHttpProtocol, HttpLimits
+from router.http.rejection_log import RejectionLog
 from router.metrics import RouterMetrics
-from router.rejection_log import RejectionLog
 from tests.router.raw_http import RawResponse, parse_responses
 from tests.router.scripted_worker import within
 

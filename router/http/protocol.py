@@ -26,8 +26,8 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.api.errors import ApiError, bad_request
+from router.http.rejection_log import Rejection, RejectionLog, address_text
 from router.metrics import RouterMetrics
-from router.rejection_log import Rejection, RejectionLog, address_text
 
 # Bytes parsed at a time. Where a head begins within a piece is not known, so this is by how much the head of
 # a request that came together with the one before it may exceed its bound.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from router.http_server import allow_open_files
+from router.http.server import allow_open_files
 from tests.router.conftest import MODEL, RunningRouter, StartRouter
 from tests.router.raw_http import RawClient, exchange
 from tests.router.scripted_worker import ScriptedWorker, answer, until

@@ -1,0 +1,1 @@
+"""The HTTP server: connections, limits, and what happens around every request."""
