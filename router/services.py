@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cluster.clock import SystemClock
+from cluster.clock import Clock, SystemClock
 from cluster.config.settings import RouterConfig
 from cluster.network import Connect
 from router.body_workers import BodyWorkers
@@ -31,6 +31,7 @@ class RouterServices:
     models: ModelTable
     config: RouterConfig
     view: ClusterView
+    clock: Clock
     queue: RequestQueue
     dispatcher: Dispatcher
     metrics: RouterMetrics
@@ -152,6 +153,7 @@ def build_services(
         models=models,
         config=config,
         view=view,
+        clock=clock,
         queue=RequestQueue(
             dispatcher,
             metrics,

@@ -133,3 +133,15 @@ def test_the_router_process_loads_no_torch() -> None:
 
     code = "import sys, router.process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_architecture_page_names_files_that_exist() -> None:
+    """A path is relative to the project, or to a package; a bare name is a file of any folder."""
+    import re
+
+    page = (ROOT / "docs/architecture.md").read_text()
+    named = set(re.findall(r"`([\w/]+\.py)`", page))
+    assert len(named) > 30
+    files = {str(path.relative_to(ROOT)) for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts}
+    wrong = {one for one in named if not any(f"/{path}".endswith(f"/{one}") for path in files)}
+    assert not wrong, wrong

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,10 +15,10 @@ from router.services import RouterServices
 
 async def completions(services: RouterServices, request: Request) -> Response:
     """Answer one request. Raises ApiError."""
-    received_at = time.perf_counter()
+    received_at = services.clock.monotonic()
     data = await read_body(request, services.config)
     prepared = await prepare(services, request, data, received_at, prepare_completion)
-    services.metrics.tokenize_time.labels("completions").observe(time.perf_counter() - received_at)
+    services.metrics.tokenize_time.labels("completions").observe(services.clock.monotonic() - received_at)
     tokenizer = services.tokenizer(prepared.spec.model)
     shape = CompletionShape(tokenizer, prepared.spec, prepared.body, prepared.echo)
     return await respond(services, prepared.spec, request, prepared.body, shape)

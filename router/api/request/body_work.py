@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -40,7 +39,7 @@ async def prepare(
         return function(services.text_models, context, data)
     work = asyncio.ensure_future(services.body_workers.run(function, context, data, expected=ApiError))
     gone = asyncio.ensure_future(_disconnected(request))
-    timeout_s = context.timeout_ms / 1000 - (time.perf_counter() - received_at)
+    timeout_s = context.timeout_ms / 1000 - (services.clock.monotonic() - received_at)
     try:
         await asyncio.wait({work, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if work.done():

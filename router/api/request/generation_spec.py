@@ -32,7 +32,7 @@ class GenerationSpec:
     priority: int  # smaller ones first, where requests wait
     continues_prompt_text: bool  # the answer is the rest of the prompt's text, not a message of its own
     timeout_ms: float
-    received_at: float  # time.perf_counter()
+    received_at: float  # monotonic seconds of the router's clock
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -55,7 +55,7 @@ class PreparationContext:
     models: Mapping[str, ServedModel | ApiError]  # by name; or why one cannot be served now
     limits: BodyLimits
     timeout_ms: float
-    received_at: float  # time.perf_counter()
+    received_at: float  # monotonic seconds of the router's clock
 
     def served_model(self, name: str) -> ServedModel:
         """The limits of the model ``name``. Raises ApiError: 404 if unknown, 503 if not ready."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -90,7 +89,7 @@ class ActiveGeneration:
                 self.usage.add(index, delta.num_tokens)
                 yield index, delta
         self._metrics.e2e_request_latency.labels(self.spec.endpoint).observe(
-            time.perf_counter() - self.spec.received_at
+            self._services.clock.monotonic() - self.spec.received_at
         )
 
     def nudge(self) -> None:
@@ -171,7 +170,7 @@ class ActiveGeneration:
         return delta
 
     def _observe(self, index: int, output: TokenOutput) -> None:
-        metrics, endpoint, now = self._metrics, self.spec.endpoint, time.perf_counter()
+        metrics, endpoint, now = self._metrics, self.spec.endpoint, self._services.clock.monotonic()
         metrics.generation_tokens.inc(len(output.token_ids))
         last = self._last_token_at[index]
         self._last_token_at[index] = now
