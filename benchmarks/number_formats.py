@@ -135,7 +135,7 @@ def compare(readers: dict[str, Reader], measured: dict[str, Measured], tokens: l
 
 def ask(reader: Reader, text: TextModel, figures: Measured) -> None:
     """The README's question, greedily."""
-    prompt = text.encode_chat(QUESTION)
+    prompt = text.render_chat(QUESTION).encode()
     (the,), (wrong,) = (text.tokenizer.encode(word, parse_special=False) for word in ("The", "L"))
     logits = reader.step([(0, prompt, 0)])[0]
     figures.gap = (logits[the] - logits[wrong]).item()

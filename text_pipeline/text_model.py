@@ -58,23 +58,6 @@ class TextModel:
         )
         return RenderedChat(unescape_marks(text, marked.mark), marked.mark, self.control_tokens)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **kwargs: Any,
-    ) -> list[int]:
-        """The conversation as token ids.
-
-        The template writes BOS itself, so none is added. Raises ChatTemplateError, TokenizerError.
-        """
-        rendered = self.render_chat(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
-        )
-        return rendered.encode()
-
 
 @dataclass(frozen=True)
 class RenderedChat:

@@ -75,7 +75,7 @@ class Dispatcher:
                 prefill_worker=plan.prefill_worker,
             )
             try:
-                entry.decode_incarnation = self._view.send(plan.decode_worker, message)
+                self._view.send(plan.decode_worker, message)
             except WorkerUnreachableError:  # nothing was sent, so this was no attempt
                 entry.excluded_workers |= {plan.decode_worker}
                 continue

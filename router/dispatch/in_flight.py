@@ -33,7 +33,6 @@ class InFlightRequest:
     hashes: PromptHashes
     attempt: int = 0
     plan: Plan | None = None
-    decode_incarnation: int = 0  # of the worker it was sent to
     excluded_workers: frozenset[str] = frozenset()
     num_failed_prefills: int = 0
     lost_at: float = 0.0  # unix seconds: when it lost its worker; 0 while it has one that answers

@@ -259,7 +259,7 @@ def test_bundled_model_answers_the_readmes_question(dtype: str) -> None:
     """Rounded to bfloat16 it does not: two first tokens come to the same logit, and the answer runs away."""
     source = resolve_model(BUNDLED_MODEL)
     created, text = create(source, dtype=dtype, kv_cache_memory=64 << 20, max_model_len=1024), text_of(source)
-    prompt = text.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+    prompt = text.render_chat([{"role": "user", "content": "What is the capital of France?"}]).encode()
     outputs = run(created.engine, prompt, max_tokens=40)
     answer, end = tokens_of(outputs)[:-1], tokens_of(outputs)[-1]
     assert text.tokenizer.decode(answer) == "The capital of France is Paris."
