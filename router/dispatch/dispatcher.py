@@ -33,7 +33,7 @@ from router.policy.plan import NoWorkerError, Plan, Policy, RequestSnapshot
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 5
+MAX_ATTEMPTS = 5  # that failed
 
 
 class Dispatcher:
@@ -154,7 +154,8 @@ class Dispatcher:
         """Move to another worker if an attempt is left; otherwise fail with ``error``."""
         assert entry.plan is not None
         self._finish(entry)
-        if entry.attempt + 1 >= MAX_ATTEMPTS:
+        entry.num_failures += error.code != "draining"  # which is no fault, and ends when routers know of it
+        if entry.num_failures >= MAX_ATTEMPTS:
             _fail(entry, error)
             return
         entry.excluded_workers |= {error.worker or entry.plan.decode_worker}

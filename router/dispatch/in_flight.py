@@ -34,6 +34,7 @@ class InFlightRequest:
     attempt: int = 0
     plan: Plan | None = None
     excluded_workers: frozenset[str] = frozenset()
+    num_failures: int = 0
     num_failed_prefills: int = 0
     lost_at: float = 0.0  # unix seconds: when it lost its worker; 0 while it has one that answers
     lost_for: str = ""  # the error's code

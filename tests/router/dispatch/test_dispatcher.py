@@ -117,6 +117,20 @@ async def test_attempts_are_bounded(bench: Bench) -> None:
     assert output.error.code == "engine_error"
 
 
+async def test_workers_that_drain_use_up_no_attempts(bench: Bench) -> None:
+    """Each may have changed its role before the router heard of it."""
+    names = [f"d{number}" for number in range(2 * MAX_ATTEMPTS)]
+    bench.workers(**dict.fromkeys(names, 1))
+    generation = bench.start()
+    for attempt in range(2 * MAX_ATTEMPTS):
+        (worker, _, _) = bench.generates()[-1]
+        bench.fails(worker, "draining", attempt=attempt)
+    assert sorted(worker for worker, _, _ in bench.generates()) == sorted(names)
+    bench.timers.advance(1.0)
+    bench.tokens(bench.generates()[-1][0], 5, attempt=2 * MAX_ATTEMPTS)
+    assert token_ids(await received(generation)) == [5]
+
+
 async def test_without_any_worker_a_new_request_is_refused_at_once(bench: Bench) -> None:
     with pytest.raises(NoWorkerError):
         bench.start()
