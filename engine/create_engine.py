@@ -15,13 +15,9 @@ from engine.kv_cache_storage import KvCacheStorage
 from engine.model_runner import ModelRunner, kv_layout
 from engine.models.config import ModelConfig
 from engine.models.load import load_model, load_model_config
-from engine.ops.cpu import CpuBackend
-from engine.ops.number_formats import (
-    NumberFormat,
-    WeightRangeError,
-    has_float16_linear,
-    number_formats,
-)
+from engine.ops.backend import Backend
+from engine.ops.number_formats import NumberFormat, WeightRangeError, number_formats
+from engine.ops.registry import backend_class
 from engine.scheduler.config import SchedulerConfig
 from model_files.model_source import ModelSource, model_fingerprint
 
@@ -61,6 +57,7 @@ class CreatedEngine:
 def create_engine(
     source: ModelSource,
     *,
+    backend: str,
     dtype: str,
     max_model_len: int | None,
     block_size: int,
@@ -70,14 +67,16 @@ def create_engine(
 ) -> CreatedEngine:
     """Loads the model and allocates its KV cache of at most ``kv_cache_memory`` bytes.
 
-    ``dtype`` is float32, float16, bfloat16, or auto: float16 where the CPU has kernels for it and the weights
-    are within its range, else float32. ``max_model_len`` and ``block_size`` are in tokens; where the KV cache
-    holds less than ``max_model_len`` (None: all that the model allows), sequences end at what it holds.
+    ``backend`` is a name that ``backend_class`` knows. ``dtype`` is float32, float16, bfloat16, or auto:
+    float16 where the backend has kernels for it and the weights are within its range, else float32.
+    ``max_model_len`` and ``block_size`` are in tokens; where the KV cache holds less than ``max_model_len``
+    (None: all that the model allows), sequences end at what it holds.
 
     Raises ValueError where the settings and the model do not go together, ModelNotFoundError, OSError, and
     the loader's errors on files it cannot read.
     """
-    *preferred, last = number_formats(dtype, has_float16=has_float16_linear())
+    chosen = backend_class(backend)
+    *preferred, last = number_formats(dtype, has_float16=chosen.has_float16())
     create = functools.partial(
         _create,
         source,
@@ -89,15 +88,15 @@ def create_engine(
     )
     for number_format in preferred:
         try:
-            return create(number_format)
+            return create(chosen(number_format))
         except WeightRangeError as error:
             logger.warning("%s instead of %s: %s", last.name, number_format.name, error)
-    return create(last)
+    return create(chosen(last))
 
 
 def _create(
     source: ModelSource,
-    number_format: NumberFormat,
+    backend: Backend,
     *,
     max_model_len: int | None,
     block_size: int,
@@ -105,7 +104,7 @@ def _create(
     scheduler_config: SchedulerConfig,
     prefix_caching: bool,
 ) -> CreatedEngine:
-    layout = kv_layout(load_model_config(source), block_size, number_format)
+    layout = kv_layout(load_model_config(source), block_size, backend.number_format)
     num_blocks = KvCacheStorage.num_blocks_for(layout, kv_cache_memory)
     min_blocks = 1 + -(-_MIN_TOKENS // block_size)  # with the null block, which holds no sequence
     if num_blocks < min_blocks:
@@ -114,7 +113,6 @@ def _create(
             f"takes {layout.block_bytes} bytes in {layout.dtype}: give it at least "
             f"{min_blocks * layout.block_bytes}"
         )
-    backend = CpuBackend(number_format)
     model = load_model(source, backend=backend, max_model_len=max_model_len)
     _return_free_memory()
     try:
@@ -141,7 +139,7 @@ def _create(
         model_config=model.config,
         model_fingerprint=fingerprint,
         kv_layout=layout,
-        number_format=number_format,
+        number_format=backend.number_format,
         kernels=backend.kernels,
     )
 

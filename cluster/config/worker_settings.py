@@ -53,8 +53,14 @@ class ModelConfig(Section):
 
 
 class EngineConfig(Section):
-    """The engine of each worker: KV cache, scheduler, threads."""
+    """The engine of each worker: backend, KV cache, scheduler, threads."""
 
+    backend: Literal["auto", "cpu", "reference"] = Field(
+        default="auto",
+        description="Which implementation of the numeric operations computes: auto is the best one for the "
+        "machine, which is cpu everywhere so far; reference is plain PyTorch, very slow, for finding out "
+        "whether a wrong answer comes from the others' kernels.",
+    )
     block_size: BlockSize = Field(
         default=16,
         description="Tokens in one KV cache block; equal on all workers that hand over to each other.",

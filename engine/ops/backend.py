@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -62,27 +63,37 @@ class PagedAttention(Protocol):
         """
 
 
-class Backend(Protocol):
+class Backend(abc.ABC):
     """Operations on one device, in one number format.
 
     A row's result is bitwise the same whichever rows share the step, and however many.
     """
 
-    @property
-    def device(self) -> torch.device:
-        """Where weights and KV cache live."""
+    def __init__(self, number_format: NumberFormat, device: torch.device | None = None) -> None:
+        """Weights and KV cache live on ``device``, by default the CPU."""
+        self.number_format = number_format
+        self.device = device or torch.device("cpu")
+
+    @classmethod
+    def suits_this_machine(cls) -> bool:
+        """Whether ``auto`` may choose it here. Otherwise it is there for those who ask for it by name."""
+        return False
+
+    @classmethod
+    @abc.abstractmethod
+    def has_float16(cls) -> bool:
+        """Whether it computes in the number format float16 on this machine."""
 
     @property
-    def number_format(self) -> NumberFormat:
-        """How weights, activations and KV cache are kept."""
-
-    @property
+    @abc.abstractmethod
     def kernels(self) -> str:
         """For people: which kernels compute the linear layers."""
 
+    @abc.abstractmethod
     def vector(self, stored: StoredTensor) -> torch.Tensor:
         """A norm's weight as float32 on the device."""
 
+    @abc.abstractmethod
     def prepack_linear(
         self, weights: Sequence[StoredTensor], biases: Sequence[StoredTensor] = ()
     ) -> PackedLinear:
@@ -93,24 +104,30 @@ class Backend(Protocol):
         weight.
         """
 
+    @abc.abstractmethod
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """``x @ weight.T + bias`` for ``x`` ``[num_tokens, in_features]``, in the activations' dtype."""
 
+    @abc.abstractmethod
     def prepack_head(self, weight: StoredTensor) -> PackedLinear:
         """Lays the output head's ``weight``, ``[vocab_size, hidden_size]``, out for :meth:`logits`.
 
         Raises as :meth:`prepack_linear`.
         """
 
+    @abc.abstractmethod
     def embedding_table(self, table: StoredTensor) -> EmbeddingTable:
         """``[vocab_size, hidden_size]`` for :meth:`embedding`; quantised or not is the backend's choice."""
 
+    @abc.abstractmethod
     def embedding(self, token_ids: torch.Tensor, table: EmbeddingTable) -> torch.Tensor:
         """Rows of the table, ``[num_tokens]`` to float32 ``[num_tokens, hidden_size]``."""
 
+    @abc.abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last axis; all float32."""
 
+    @abc.abstractmethod
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotates element ``i`` of each head with element ``i + head_dim / 2``.
 
@@ -118,11 +135,14 @@ class Backend(Protocol):
         float32, the first half of ``sin`` negated. Gives float32.
         """
 
+    @abc.abstractmethod
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up`` of ``[num_tokens, 2 * intermediate_size]``, gate first; float32."""
 
+    @abc.abstractmethod
     def logits(self, hidden: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """The output head: float32 ``[num_rows, hidden_size]`` to float32 ``[num_rows, vocab_size]``."""
 
+    @abc.abstractmethod
     def plan_attention(self, spans: Sequence[SequenceSpan], kv_cache: KvCacheStorage) -> PagedAttention:
         """Prepares one step's attention. ``spans`` follow each other on the token axis without gaps."""

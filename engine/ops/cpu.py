@@ -8,24 +8,31 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from engine.kv_cache_storage import KvCacheStorage
-from engine.ops.backend import EmbeddingTable, PackedLinear, PagedAttention, SequenceSpan
+from engine.ops.backend import Backend, EmbeddingTable, PackedLinear, PagedAttention, SequenceSpan
 from engine.ops.cpu_attention import CausalMask, CpuPagedAttention
 from engine.ops.cpu_linear import head_kernel, linear_kernel
-from engine.ops.number_formats import NumberFormat
+from engine.ops.number_formats import NumberFormat, has_float16_linear
 from engine.weights.dequantize import dequantize
 from engine.weights.quantized_rows import QuantizedRows
 from engine.weights.stored_tensor import StoredTensor
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """Operations on the CPU, see ``Backend``."""
 
     def __init__(self, number_format: NumberFormat) -> None:
-        self.number_format = number_format
-        self.device = torch.device("cpu")
+        super().__init__(number_format)
         self._causal_mask = CausalMask()
         self._linear = linear_kernel(number_format)
         self._head = head_kernel(number_format)
+
+    @classmethod
+    def suits_this_machine(cls) -> bool:
+        return True
+
+    @classmethod
+    def has_float16(cls) -> bool:
+        return has_float16_linear()
 
     @property
     def kernels(self) -> str:

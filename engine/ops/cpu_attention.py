@@ -24,11 +24,11 @@ import torch
 
 from engine.kv_cache_storage import NULL_BLOCK, KvCacheStorage
 from engine.ops.backend import SequenceSpan
+from engine.ops.number_formats import FLOAT16_MAX
 
 TILE = 32  # positions; at most 191, where the kernel starts to split queries differently
 _SMALL_HEAD_DIM = 64
 _SMALL_HEAD_ROWS, _LARGE_HEAD_ROWS = 4, 16  # see above
-_FLOAT16_MAX = torch.finfo(torch.float16).max
 _GROUP_BYTES = 8 * 2**20  # of gathered float32 keys and values that decode sequences may share a call for
 
 
@@ -109,7 +109,7 @@ class CpuPagedAttention:
         num_tokens, heads, head_dim = key.shape
         key_value = torch.empty(num_tokens, 2, heads, head_dim, dtype=self._token_rows.dtype)
         if key_value.dtype is torch.float16:  # a value beyond its range would become infinite
-            key, value = key.clamp(-_FLOAT16_MAX, _FLOAT16_MAX), value.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)
+            key, value = key.clamp(-FLOAT16_MAX, FLOAT16_MAX), value.clamp(-FLOAT16_MAX, FLOAT16_MAX)
         key_value[:, 0] = key
         key_value[:, 1] = value
         rows = self._write_rows + layer * self._token_rows_per_layer

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from engine.ops.backend import PackedLinear
-from engine.ops.number_formats import NumberFormat, WeightRangeError, has_native_bfloat16
+from engine.ops.number_formats import NumberFormat, check_float16_range, has_native_bfloat16
 
 # The number of rows oneDNN picks a weight layout for. Any number of rows may be multiplied with the result.
 _PACK_ROWS = 16
@@ -23,7 +23,6 @@ _HIGHEST_EXACT_ISA = "AVX512_CORE_FP16"  # the one below AMX
 # FBGEMM cuts rows into strips of up to 6 (AVX2) or 14 (AVX-512). With AVX2 its strips of one and of two rows
 # add up in another order; a multiple of three rows is never cut so that one of these is left.
 _FLOAT16_ROW_MULTIPLE = 3
-_FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
 class LinearKernel(Protocol):
@@ -75,10 +74,7 @@ class FbgemmFloat16Linear:
         """Raises WeightRangeError where a weight is beyond float16's range: FBGEMM would clip it."""
         out_features, in_features = weight.shape
         weight = weight.float()
-        smallest, largest = torch.aminmax(weight)
-        extreme = max(-smallest.item(), largest.item())
-        if extreme > _FLOAT16_MAX:
-            raise WeightRangeError(f"a weight of {extreme:g} is beyond float16's {_FLOAT16_MAX:,.0f}")
+        check_float16_range(weight)
         packed = torch.ops.quantized.linear_prepack_fp16(weight, _as(bias, torch.float32))
         return PackedLinear(packed, None, in_features, out_features)  # the bias is packed with it
 

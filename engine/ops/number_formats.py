@@ -33,8 +33,19 @@ BFLOAT16 = NumberFormat("bfloat16", torch.bfloat16, torch.bfloat16, torch.bfloat
 _BY_NAME = MappingProxyType({each.name: each for each in (FLOAT32, FLOAT16, BFLOAT16)})
 
 
+FLOAT16_MAX = torch.finfo(torch.float16).max
+
+
 class WeightRangeError(ValueError):
     """A weight is too large for the number format; the message names the tensor and the largest value."""
+
+
+def check_float16_range(weight: torch.Tensor) -> None:
+    """Raises WeightRangeError where an element would not be finite in float16."""
+    smallest, largest = torch.aminmax(weight)
+    extreme = max(-smallest.item(), largest.item())
+    if extreme > FLOAT16_MAX:
+        raise WeightRangeError(f"a weight of {extreme:g} is beyond float16's {FLOAT16_MAX:,.0f}")
 
 
 def has_float16_linear() -> bool:

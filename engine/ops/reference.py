@@ -1,4 +1,4 @@
-"""The operations in their plainest form: what every other backend is tested against."""
+"""The operations in their plainest form: what other backends are compared with, in tests and in workers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from engine.kv_cache_storage import KvCacheStorage
-from engine.ops.backend import EmbeddingTable, PackedLinear, PagedAttention, SequenceSpan
-from engine.ops.number_formats import NumberFormat
+from engine.ops.backend import Backend, EmbeddingTable, PackedLinear, PagedAttention, SequenceSpan
+from engine.ops.number_formats import FLOAT16_MAX, check_float16_range
 from engine.weights.dequantize import dequantize
 from engine.weights.stored_tensor import StoredTensor
 
@@ -26,6 +26,8 @@ class ReferencePagedAttention:
 
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         cache = self._kv_cache.layer(layer)  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        if cache.dtype is torch.float16:  # a value beyond its range would become infinite
+            key, value = key.clamp(-FLOAT16_MAX, FLOAT16_MAX), value.clamp(-FLOAT16_MAX, FLOAT16_MAX)
         for span in self._spans:
             for index in range(span.query_len):
                 block, offset = self._slot(span, span.context_len + index)
@@ -50,14 +52,16 @@ class ReferencePagedAttention:
         return out
 
 
-class ReferenceBackend:
-    """A Backend for tests: every operation written out from its definition."""
+class ReferenceBackend(Backend):
+    """Every operation written out from its definition, in any number format, and slow."""
 
-    kernels = "reference"
+    @classmethod
+    def has_float16(cls) -> bool:
+        return True
 
-    def __init__(self, number_format: NumberFormat, device: torch.device | None = None) -> None:
-        self.number_format = number_format
-        self.device = device or torch.device("cpu")
+    @property
+    def kernels(self) -> str:
+        return "PyTorch reference"
 
     def vector(self, stored: StoredTensor) -> torch.Tensor:
         return dequantize([stored], torch.float32).to(self.device)
@@ -65,7 +69,10 @@ class ReferenceBackend:
     def prepack_linear(
         self, weights: Sequence[StoredTensor], biases: Sequence[StoredTensor] = ()
     ) -> PackedLinear:
-        weight = dequantize(weights, self.number_format.weights).to(self.device)
+        weight = dequantize(weights, self.number_format.loaded)
+        if self.number_format.weights is torch.float16:
+            check_float16_range(weight)
+        weight = weight.to(self.device, self.number_format.weights)
         bias = dequantize(biases, torch.float32).to(self.device) if biases else None
         return PackedLinear(weight, bias, in_features=weight.shape[1], out_features=weight.shape[0])
 

@@ -84,12 +84,14 @@ def model_sizes(source: ModelSource, config: LeadoutConfig) -> tuple[int, int]:
     """
     from engine.model_runner import kv_layout
     from engine.models.load import load_model_config
-    from engine.ops.number_formats import has_float16_linear, number_formats
+    from engine.ops.number_formats import number_formats
+    from engine.ops.registry import backend_class
     from engine.weights.gguf_weights import GgufWeights
     from engine.weights.safetensors_weights import SafetensorsWeights
     from model_files.gguf import GgufFile
 
-    number_format = number_formats(config.model.dtype, has_float16=has_float16_linear())[0]
+    has_float16 = backend_class(config.engine.backend).has_float16()
+    number_format = number_formats(config.model.dtype, has_float16=has_float16)[0]
     model = load_model_config(source)
     model.resolve_max_model_len(config.model.max_model_len)
     layout = kv_layout(model, config.engine.block_size, number_format)

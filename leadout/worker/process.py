@@ -36,6 +36,7 @@ def run_worker(config: LeadoutConfig, role: Role, worker_id: str | None = None) 
     source = resolve_model(config.model.source)
     created = create_engine(
         source,
+        backend=config.engine.backend,
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
         block_size=config.engine.block_size,

@@ -15,6 +15,7 @@ from engine.create_engine import CreatedEngine, create_engine
 from engine.engine import Engine
 from engine.new_request import NewRequest
 from engine.ops.number_formats import FLOAT32, WeightRangeError, has_float16_linear, number_formats
+from engine.ops.registry import BACKEND_NAMES
 from engine.step_result import SequenceOutput
 from model_files.gguf import GgufFile
 from model_files.json_files import ModelFileError
@@ -45,6 +46,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 def create(source: ModelSource, **changes: Any) -> CreatedEngine:
     settings: dict[str, Any] = {
+        "backend": "auto",
         "dtype": "float32",
         "max_model_len": None,
         "block_size": BLOCK_SIZE,
@@ -88,9 +90,10 @@ def test_everything_the_process_must_know(tiny: ModelSource) -> None:
     assert created.engine.load().kv.blocks_total == 39, "block 0 is nobody's"
 
 
-def test_it_generates_what_the_model_says(tiny: ModelSource) -> None:
+@pytest.mark.parametrize("backend", ["auto", *BACKEND_NAMES])
+def test_it_generates_what_the_model_says(tiny: ModelSource, backend: str) -> None:
     prompt = [1, 17, 42, 8, 90, 3]
-    generated = tokens_of(run(create(tiny).engine, prompt, max_tokens=6))
+    generated = tokens_of(run(create(tiny, backend=backend).engine, prompt, max_tokens=6))
     reference, tokens = reference_model("llama"), list(prompt)
     while len(tokens) < len(prompt) + 6 and tokens[-1] != 2:
         with torch.inference_mode():
@@ -147,6 +150,7 @@ def test_blocks_of_one_token_need_a_third(tiny: ModelSource) -> None:
     ("changes", "message"),
     [
         ({"block_size": 0}, "block_size is 0"),
+        ({"backend": "abacus"}, "backend 'abacus' is unknown; known are auto, cpu, reference"),
         (
             {"dtype": "float8"},
             "dtype 'float8' is not supported; supported are auto, float32, float16, bfloat16",
@@ -185,15 +189,18 @@ def test_dtype_of_model_and_cache(tiny: ModelSource, dtype: str) -> None:
 def test_float16_without_kernels_for_it_is_refused(
     tiny: ModelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.create_engine.has_float16_linear", lambda: False)
+    monkeypatch.setattr("engine.ops.cpu.has_float16_linear", lambda: False)
     with pytest.raises(ValueError, match="float16' needs an x86-64 processor with AVX2"):
         create(tiny, dtype="float16")
     assert create(tiny, dtype="auto").number_format is FLOAT32
 
 
 @pytest.mark.skipif(not has_float16_linear(), reason="this processor has no float16 kernels")
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
 @pytest.mark.parametrize("name", ["layers.1.mlp.down_proj", "layers.0.self_attn.k_proj", "lm_head"])
-def test_a_weight_beyond_float16s_range(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_weight_beyond_float16s_range(
+    name: str, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Asked for by name it is an error that names the tensor; ``auto`` takes float32 and says why."""
     model = reference_model("llama")
     parameter = dict(model.named_parameters())[
@@ -204,9 +211,20 @@ def test_a_weight_beyond_float16s_range(name: str, tmp_path: Path, caplog: pytes
     source = ModelSource("hf", save(model, tmp_path / "large"), "large")
     shown = "output head" if name == "lm_head" else name
     with pytest.raises(WeightRangeError, match=rf"{shown}.*beyond float16's 65,504"):
-        create(source, dtype="float16")
-    assert create(source, dtype="auto").number_format is FLOAT32
+        create(source, backend=backend, dtype="float16")
+    assert create(source, backend=backend, dtype="auto").number_format is FLOAT32
     assert "float32 instead of float16" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [number_format.name for number_format in FORMATS])
+@pytest.mark.parametrize("backend", [name for name in BACKEND_NAMES if name != "reference"])
+def test_backends_agree_with_the_reference(tiny: ModelSource, backend: str, dtype: str) -> None:
+    prompt = [1, 17, 42, 8, 90, 3, 3, 61] * 5
+    ours, reference = (
+        run(create(tiny, backend=name, dtype=dtype).engine, prompt, max_tokens=12, ignore_eos=True)
+        for name in (backend, "reference")
+    )
+    assert tokens_of(ours) == tokens_of(reference)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

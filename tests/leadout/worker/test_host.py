@@ -30,6 +30,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 def created(source: ModelSource) -> CreatedEngine:
     return create_engine(
         source,
+        backend="auto",
         dtype="float32",
         max_model_len=None,
         block_size=16,
