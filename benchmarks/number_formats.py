@@ -27,7 +27,14 @@ from engine.kv_cache_storage import KvCacheStorage
 from engine.model_runner import ModelRunner, kv_layout
 from engine.models.load import load_model
 from engine.ops.cpu import CpuBackend
-from engine.ops.number_formats import BFLOAT16, FLOAT16, FLOAT32, NumberFormat, has_float16_linear
+from engine.ops.number_formats import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    NumberFormat,
+    has_float16_linear,
+    resolve_kv_cache_dtype,
+)
 from model_files.gguf import GgufFile
 from model_files.model_source import BUNDLED_MODEL, resolve_model
 from text_pipeline.text_model import TextModel, load_text_model
@@ -62,7 +69,8 @@ class Reader:
         self.backend = CpuBackend(number_format)
         model = load_model(resolve_model(BUNDLED_MODEL), backend=self.backend)
         self.eos_token_ids = model.config.eos_token_ids
-        layout = kv_layout(model.config, BLOCK_SIZE, number_format)
+        dtype = resolve_kv_cache_dtype("auto", number_format)
+        layout = kv_layout(model.config, BLOCK_SIZE, dtype)
         self._num_blocks = -(-PROMPT // BLOCK_SIZE)
         self._runner = ModelRunner(model.module, KvCacheStorage(layout, max(BATCHES) * self._num_blocks + 1))
 

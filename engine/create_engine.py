@@ -16,7 +16,12 @@ from engine.model_runner import ModelRunner, kv_layout
 from engine.models.config import ModelConfig
 from engine.models.load import load_model, load_model_config
 from engine.ops.backend import Backend
-from engine.ops.number_formats import NumberFormat, WeightRangeError, number_formats
+from engine.ops.number_formats import (
+    NumberFormat,
+    WeightRangeError,
+    number_formats,
+    resolve_kv_cache_dtype,
+)
 from engine.ops.registry import backend_class
 from engine.scheduler.config import SchedulerConfig
 from model_files.model_source import ModelSource, model_fingerprint
@@ -62,6 +67,7 @@ def create_engine(
     max_model_len: int | None,
     block_size: int,
     kv_cache_memory: int,
+    kv_cache_dtype: str,
     scheduler_config: SchedulerConfig,
     prefix_caching: bool = True,
 ) -> CreatedEngine:
@@ -70,7 +76,8 @@ def create_engine(
     ``backend`` is a name that ``backend_class`` knows. ``dtype`` is float32, float16, bfloat16, or auto:
     float16 where the backend has kernels for it and the weights are within its range, else float32.
     ``max_model_len`` and ``block_size`` are in tokens; where the KV cache holds less than ``max_model_len``
-    (None: all that the model allows), sequences end at what it holds.
+    (None: all that the model allows), sequences end at what it holds. ``kv_cache_dtype`` is float32, float16,
+    bfloat16, or auto: the weights'.
 
     Raises ValueError where the settings and the model do not go together, ModelNotFoundError, OSError, and
     the loader's errors on files it cannot read.
@@ -83,6 +90,7 @@ def create_engine(
         max_model_len=max_model_len,
         block_size=block_size,
         kv_cache_memory=kv_cache_memory,
+        kv_cache_dtype=kv_cache_dtype,
         scheduler_config=scheduler_config,
         prefix_caching=prefix_caching,
     )
@@ -101,10 +109,12 @@ def _create(
     max_model_len: int | None,
     block_size: int,
     kv_cache_memory: int,
+    kv_cache_dtype: str,
     scheduler_config: SchedulerConfig,
     prefix_caching: bool,
 ) -> CreatedEngine:
-    layout = kv_layout(load_model_config(source), block_size, backend.number_format)
+    dtype = resolve_kv_cache_dtype(kv_cache_dtype, backend.number_format)
+    layout = kv_layout(load_model_config(source), block_size, dtype)
     num_blocks = KvCacheStorage.num_blocks_for(layout, kv_cache_memory)
     min_blocks = 1 + -(-_MIN_TOKENS // block_size)  # with the null block, which holds no sequence
     if num_blocks < min_blocks:

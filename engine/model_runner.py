@@ -10,11 +10,13 @@ from engine.kv_cache_storage import KvCacheStorage
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.ops.backend import SequenceSpan
-from engine.ops.number_formats import NumberFormat
 
 
-def kv_layout(config: ModelConfig, block_size: int, number_format: NumberFormat) -> KvLayout:
-    """The layout of a KV cache for this model. ``block_size`` is in tokens."""
+def kv_layout(config: ModelConfig, block_size: int, dtype: str) -> KvLayout:
+    """The layout of a KV cache for this model. ``block_size`` is in tokens.
+
+    Raises ValueError for a block size below 1 or a ``dtype`` that no cache has.
+    """
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}; it must be at least 1")
     return KvLayout(
@@ -22,7 +24,7 @@ def kv_layout(config: ModelConfig, block_size: int, number_format: NumberFormat)
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
-        dtype=str(number_format.kv_cache).removeprefix("torch."),
+        dtype=dtype,
     )
 
 
@@ -35,8 +37,8 @@ class ModelRunner:
     """
 
     def __init__(self, model: Decoder, kv_cache: KvCacheStorage) -> None:
-        """Raises ValueError where the KV cache has another shape or dtype than the model's."""
-        expected = kv_layout(model.config, kv_cache.layout.block_size, model.backend.number_format)
+        """Raises ValueError where the KV cache has another shape than the model's."""
+        expected = kv_layout(model.config, kv_cache.layout.block_size, kv_cache.layout.dtype)
         if kv_cache.layout != expected:
             raise ValueError(f"the KV cache is laid out as {kv_cache.layout}, the model needs {expected}")
         self._model = model

@@ -36,7 +36,7 @@ class ModelConfig(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Number format of weights and KV cache (docs/number-formats.md). auto is float16 where "
+        description="Number format of the weights (docs/number-formats.md). auto is float16 where "
         "the processor has kernels for it (x86-64 with AVX2) and the weights fit, else float32; both compute "
         "in float32. float16 is refused by a processor without those kernels. "
         "bfloat16 rounds activations as well, which changes answers.",
@@ -67,6 +67,11 @@ class EngineConfig(Section):
     )
     kv_cache_memory: ByteSize = Field(
         default=512 * _MIB, description="Memory of the KV cache of one worker, in bytes."
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="How keys and values are kept, whatever model.dtype computes in; auto: as the weights "
+        "are. Equal on all workers that hand over to each other.",
     )
     max_num_seqs: int = Field(default=64, ge=1, le=65536, description="Most sequences in the running batch.")
     max_num_batched_tokens: int = Field(

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """How numbers are kept. Sums, norms, rotation, softmax and logits are float32 in every format.
+    """How a model computes. Sums, norms, rotation, softmax and logits are float32 in every format.
 
     ``name`` is what ``model.dtype`` calls it; workers pair only where it is the same.
     """
@@ -18,7 +18,6 @@ class NumberFormat:
     name: str
     weights: torch.dtype
     activations: torch.dtype  # inputs and outputs of linear layers
-    kv_cache: torch.dtype
 
     @property
     def loaded(self) -> torch.dtype:
@@ -26,9 +25,9 @@ class NumberFormat:
         return torch.float32 if self.weights is torch.float16 else self.weights
 
 
-FLOAT32 = NumberFormat("float32", torch.float32, torch.float32, torch.float32)
-FLOAT16 = NumberFormat("float16", torch.float16, torch.float32, torch.float16)
-BFLOAT16 = NumberFormat("bfloat16", torch.bfloat16, torch.bfloat16, torch.bfloat16)
+FLOAT32 = NumberFormat("float32", torch.float32, torch.float32)
+FLOAT16 = NumberFormat("float16", torch.float16, torch.float32)
+BFLOAT16 = NumberFormat("bfloat16", torch.bfloat16, torch.bfloat16)
 
 _BY_NAME = MappingProxyType({each.name: each for each in (FLOAT32, FLOAT16, BFLOAT16)})
 
@@ -78,3 +77,8 @@ def number_formats(name: str, *, has_float16: bool) -> tuple[NumberFormat, ...]:
             "use auto, float32 or bfloat16 here"
         )
     return (_BY_NAME[name],)
+
+
+def resolve_kv_cache_dtype(setting: str, number_format: NumberFormat) -> str:
+    """The KV cache's dtype as ``KvLayout`` names it; ``auto`` keeps as many bits as the weights have."""
+    return str(number_format.weights).removeprefix("torch.") if setting == "auto" else setting

@@ -84,7 +84,7 @@ def model_sizes(source: ModelSource, config: LeadoutConfig) -> tuple[int, int]:
     """
     from engine.model_runner import kv_layout
     from engine.models.load import load_model_config
-    from engine.ops.number_formats import number_formats
+    from engine.ops.number_formats import number_formats, resolve_kv_cache_dtype
     from engine.ops.registry import backend_class
     from engine.weights.gguf_weights import GgufWeights
     from engine.weights.safetensors_weights import SafetensorsWeights
@@ -94,7 +94,8 @@ def model_sizes(source: ModelSource, config: LeadoutConfig) -> tuple[int, int]:
     number_format = number_formats(config.model.dtype, has_float16=has_float16)[0]
     model = load_model_config(source)
     model.resolve_max_model_len(config.model.max_model_len)
-    layout = kv_layout(model, config.engine.block_size, number_format)
+    cache_dtype = resolve_kv_cache_dtype(config.engine.kv_cache_dtype, number_format)
+    layout = kv_layout(model, config.engine.block_size, cache_dtype)
     with contextlib.ExitStack() as opened:
         weights: GgufWeights | SafetensorsWeights
         if source.kind == "gguf":

@@ -41,6 +41,7 @@ def run_worker(config: LeadoutConfig, role: Role, worker_id: str | None = None) 
         max_model_len=config.model.max_model_len,
         block_size=config.engine.block_size,
         kv_cache_memory=config.engine.kv_cache_memory,
+        kv_cache_dtype=config.engine.kv_cache_dtype,
         scheduler_config=scheduler_config(config.engine),
         prefix_caching=config.engine.prefix_caching,
     )

@@ -51,6 +51,7 @@ def create(source: ModelSource, **changes: Any) -> CreatedEngine:
         "max_model_len": None,
         "block_size": BLOCK_SIZE,
         "kv_cache_memory": 40 * BLOCK_BYTES,
+        "kv_cache_dtype": "auto",
         "scheduler_config": SCHEDULER_CONFIG,
     }
     return create_engine(source, **(settings | changes))
@@ -155,6 +156,7 @@ def test_blocks_of_one_token_need_a_third(tiny: ModelSource) -> None:
             {"dtype": "float8"},
             "dtype 'float8' is not supported; supported are auto, float32, float16, bfloat16",
         ),
+        ({"kv_cache_dtype": "int4"}, "dtype is 'int4', must be one of float32, bfloat16, float16"),
         ({"max_model_len": 257}, "max_model_len 257 is outside 1 to 256"),
         ({"max_model_len": 0}, "max_model_len 0 is outside 1 to 256"),
         ({"max_model_len": 1}, "max_model_len is 1, must be at least 2"),
@@ -182,8 +184,22 @@ def test_dtype_of_model_and_cache(tiny: ModelSource, dtype: str) -> None:
     created = create(tiny, dtype=dtype)
     expected = number_formats(dtype, has_float16=has_float16_linear())[0]
     assert created.number_format is expected
-    assert created.storage.tensor.dtype is expected.kv_cache
+    assert created.storage.tensor.dtype is expected.weights
     assert len(tokens_of(run(created.engine, [5, 6, 7], max_tokens=1))) == 1
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_the_caches_dtype_is_its_own(tiny: ModelSource, dtype: str, kv_cache_dtype: str) -> None:
+    prompt = [1, 17, 42, 8, 90, 3, 3, 61] * 5
+    ours, reference = (
+        create(tiny, backend=backend, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+        for backend in ("auto", "reference")
+    )
+    assert ours.kv_layout.dtype == kv_cache_dtype
+    assert ours.number_format in number_formats(dtype, has_float16=has_float16_linear())
+    expected = tokens_of(run(reference.engine, prompt, max_tokens=8, ignore_eos=True))
+    assert tokens_of(run(ours.engine, prompt, max_tokens=8, ignore_eos=True)) == expected
 
 
 def test_float16_without_kernels_for_it_is_refused(

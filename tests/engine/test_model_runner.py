@@ -15,7 +15,7 @@ from engine.kv_cache_storage import KvCacheStorage
 from engine.model_runner import ModelRunner, kv_layout
 from engine.models.load import LoadedModel, load_model
 from engine.ops.cpu import CpuBackend
-from engine.ops.number_formats import BFLOAT16, FLOAT32, NumberFormat
+from engine.ops.number_formats import FLOAT32, NumberFormat, resolve_kv_cache_dtype
 from engine.ops.reference import ReferenceBackend
 from model_files.model_source import BUNDLED_MODEL, ModelSource, resolve_model
 from tests.engine.formats import FORMATS, name_of
@@ -71,7 +71,8 @@ class Driver:
     """Runs sequences through a fresh KV cache with block tables in random order."""
 
     def __init__(self, model: LoadedModel, seed: int = 0) -> None:
-        layout = kv_layout(model.config, BLOCK_SIZE, model.module.backend.number_format)
+        dtype = resolve_kv_cache_dtype("auto", model.module.backend.number_format)
+        layout = kv_layout(model.config, BLOCK_SIZE, dtype)
         storage = KvCacheStorage(layout, NUM_BLOCKS)
         # What was never computed must not matter, whatever it holds.
         storage.tensor.fill_(float("nan"))
@@ -228,7 +229,7 @@ def test_logits_of_several_positions_are_those_of_one_at_a_time(tiny: LoadedMode
 
 
 def test_a_cache_of_another_layout_is_refused(tiny: LoadedModel) -> None:
-    layout = kv_layout(tiny.config, BLOCK_SIZE, BFLOAT16)
+    layout = kv_layout(dataclasses.replace(tiny.config, num_layers=3), BLOCK_SIZE, "float32")
     with pytest.raises(ValueError, match="laid out"):
         ModelRunner(tiny.module, KvCacheStorage(layout, 4))
 
@@ -237,7 +238,7 @@ def test_everything_lies_on_the_backends_device(folders: dict[int, Path]) -> Non
     """An operation on tensors of two devices raises, and "meta" is another one than the CPU."""
     backend = ReferenceBackend(FLOAT32, torch.device("meta"))
     model = load_model(ModelSource("hf", folders[64], "meta"), backend=backend)
-    storage = KvCacheStorage(kv_layout(model.config, BLOCK_SIZE, FLOAT32), 4, backend.device)
+    storage = KvCacheStorage(kv_layout(model.config, BLOCK_SIZE, "float32"), 4, backend.device)
     part = ScheduledSequence(request_id="a", token_ids=[5, 6, 7], start=0, block_ids=(1,), num_logits=2)
     runner = ModelRunner(model.module, storage)
     assert runner.forward(Batch((part,))).device == backend.device

@@ -29,7 +29,7 @@ TOLERANCE = 1e-3
 def logits_of(source: ModelSource, token_ids: list[int]) -> torch.Tensor:
     """Our float32 logits after each position [num_tokens, vocab_size]: a prompt chunk, then single tokens."""
     model = load_model(source, backend=CpuBackend(FLOAT32))
-    layout = kv_layout(model.config, 16, FLOAT32)
+    layout = kv_layout(model.config, 16, "float32")
     num_blocks = -(-len(token_ids) // 16)
     runner = ModelRunner(model.module, KvCacheStorage(layout, num_blocks + 1))
     rows = []

@@ -17,10 +17,11 @@ import torch
 
 from cluster.kv_layout import KvLayout
 from engine.kv_cache_storage import KvCacheStorage
-from engine.ops.backend import SequenceSpan
+from engine.ops.backend import Backend, SequenceSpan
 from engine.ops.cpu import CpuBackend
 from engine.ops.cpu_linear import EmulatedBfloat16Linear, LinearKernel, RowByRowLinear, linear_kernel
 from engine.ops.number_formats import BFLOAT16, FLOAT32, NumberFormat, number_formats
+from engine.ops.reference import ReferenceBackend
 from tests.engine.formats import FORMATS, name_of
 from tests.engine.stored import stored
 
@@ -93,8 +94,8 @@ def test_rotary(head_dim: int, num_threads: int) -> None:
 
 @pytest.mark.parametrize("num_queries_per_kv", [1, 3, 5, 8])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("number_format", FORMATS, ids=name_of)
-def test_attention(number_format: NumberFormat, head_dim: int, num_queries_per_kv: int) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_attention(dtype: str, head_dim: int, num_queries_per_kv: int) -> None:
     """One sequence in one chunk, in several, and token by token beside another."""
     torch.manual_seed(head_dim)
     block_size, length, num_kv_heads = 16, 75, 2
@@ -104,11 +105,11 @@ def test_attention(number_format: NumberFormat, head_dim: int, num_queries_per_k
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
-        dtype=str(number_format.kv_cache).removeprefix("torch."),
+        dtype=dtype,
     )
     query = torch.randn(length, num_heads, head_dim)
     key, value = torch.randn(2, length, num_kv_heads, head_dim)
-    backend = CpuBackend(number_format)
+    backend = CpuBackend(FLOAT32)
 
     def attend(cuts: list[int], *, in_company: bool = False) -> torch.Tensor:
         storage = KvCacheStorage(layout, 12)
@@ -132,13 +133,11 @@ def test_attention(number_format: NumberFormat, head_dim: int, num_queries_per_k
     assert torch.equal(attend([0, 40, *range(41, length), length], in_company=True), whole), "in company"
 
 
-def test_values_beyond_the_range_of_a_float16_cache_stay_finite() -> None:
-    if not any(number_format.name == "float16" for number_format in FORMATS):
-        pytest.skip("this processor has no float16 kernels")
-    (number_format,) = [each for each in FORMATS if each.name == "float16"]
+@pytest.mark.parametrize("backend", [CpuBackend(FLOAT32), ReferenceBackend(FLOAT32)])
+def test_values_beyond_the_range_of_a_float16_cache_stay_finite(backend: Backend) -> None:
     layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_size=16, dtype="float16")
     storage = KvCacheStorage(layout, 2)
-    attention = CpuBackend(number_format).plan_attention([SequenceSpan(0, 2, 0, [1])], storage)
+    attention = backend.plan_attention([SequenceSpan(0, 2, 0, [1])], storage)
     huge = torch.full((2, 1, 16), 1e6)
     attention.write_kv(0, huge, -huge)
     assert torch.equal(attention.attend(0, torch.ones(2, 1, 16), 1e-9), torch.full((2, 1, 16), -65504.0))

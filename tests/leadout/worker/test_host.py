@@ -35,6 +35,7 @@ def created(source: ModelSource) -> CreatedEngine:
         max_model_len=None,
         block_size=16,
         kv_cache_memory=1 << 20,
+        kv_cache_dtype="auto",
         scheduler_config=SCHEDULER_CONFIG,
     )
 
