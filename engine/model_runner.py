@@ -9,7 +9,7 @@ from engine.batch import Batch, ScheduledSequence
 from engine.kv_cache_storage import KvCacheStorage
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.ops.backend import SequenceSpan
+from engine.ops.backend import SequenceSpan, StepContext
 
 
 def kv_layout(config: ModelConfig, block_size: int, dtype: str) -> KvLayout:
@@ -65,10 +65,9 @@ class ModelRunner:
         device = self._model.backend.device
         if not token_ids:
             return torch.empty(0, self._model.config.vocab_size, device=device)
-        attention = self._model.backend.plan_attention(spans, self._kv_cache)
-        hidden = self._model.forward(
-            torch.tensor(token_ids, device=device), torch.tensor(positions, device=device), attention
-        )
+        cos, sin = self._model.rotary.at(torch.tensor(positions, device=device))
+        context = StepContext(cos, sin, self._model.backend.plan_attention(spans, self._kv_cache))
+        hidden = self._model.forward(torch.tensor(token_ids, device=device), context)
         if not logits_rows:
             return hidden.new_empty(0, self._model.config.vocab_size)
         return self._model.logits(hidden[torch.tensor(logits_rows, device=device)])

@@ -9,15 +9,13 @@ import torch
 from engine.layers.build import BuildContext
 from engine.layers.linear import build_linear, build_merged_linear
 from engine.layers.norm import RmsNorm
-from engine.ops.backend import PagedAttention
+from engine.ops.backend import StepContext
 
 
 class Attention(Protocol):
     """An attention layer of any kind."""
 
-    def __call__(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: PagedAttention
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Float32 ``[num_tokens, hidden_size]`` to the layer's output of the same shape."""
 
 
@@ -47,9 +45,7 @@ class GroupedQueryAttention:
         self._q_norm = RmsNorm(context, f"{prefix}.q_norm", config.head_dim) if config.qk_norm else None
         self._k_norm = RmsNorm(context, f"{prefix}.k_norm", config.head_dim) if config.qk_norm else None
 
-    def __call__(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: PagedAttention
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         heads = self._qkv_proj(x).view(-1, self._num_heads + 2 * self._num_kv_heads, self._head_dim)
         num_rotated = self._num_heads + self._num_kv_heads
         query_key, value = heads[:, :num_rotated], heads[:, num_rotated:]
@@ -62,9 +58,11 @@ class GroupedQueryAttention:
                 ],
                 dim=1,
             )
-        query_key = self._backend.rotary(query_key, cos, sin)  # [num_tokens, num_rotated, head_dim]
-        cache.write_kv(self._layer, query_key[:, self._num_heads :], value)
-        out = cache.attend(self._layer, query_key[:, : self._num_heads], self._scale)
+        query_key = self._backend.rotary(
+            query_key, context.cos, context.sin
+        )  # [num_tokens, num_rotated, head_dim]
+        context.attention.write_kv(self._layer, query_key[:, self._num_heads :], value)
+        out = context.attention.attend(self._layer, query_key[:, : self._num_heads], self._scale)
         return self._o_proj(out.view(x.shape[0], -1))
 
 

@@ -15,7 +15,7 @@ from engine.layers.mlp import build_mlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rotary import RotaryTables
 from engine.models.config import ModelConfig
-from engine.ops.backend import Backend, PagedAttention
+from engine.ops.backend import Backend, StepContext
 
 
 class DecoderLayer:
@@ -28,11 +28,9 @@ class DecoderLayer:
         self._mlp_norm = RmsNorm(context, f"{prefix}.post_attention_layernorm", hidden_size)
         self._mlp = build_mlp(context, layer)
 
-    def __call__(
-        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: PagedAttention
-    ) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Adds the layer's output to ``hidden``, float32 ``[num_tokens, hidden_size]``, in place."""
-        hidden.add_(self._attention(self._attention_norm(hidden), cos, sin, cache))
+        hidden.add_(self._attention(self._attention_norm(hidden), context))
         return hidden.add_(self._mlp(self._mlp_norm(hidden)))
 
 
@@ -67,18 +65,19 @@ class Decoder:
         """The longest context the model was built for, in tokens."""
         return self._max_model_len
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: PagedAttention
-    ) -> torch.Tensor:
+    @property
+    def rotary(self) -> RotaryTables:
+        """The rotation of each position below ``max_model_len``."""
+        return self._rotary
+
+    def forward(self, token_ids: torch.Tensor, context: StepContext) -> torch.Tensor:
         """One pass over a flat batch: writes its keys and values, gives the last layer's output.
 
-        ``token_ids`` and ``positions`` are int64 ``[num_tokens]``; the result is float32
-        ``[num_tokens, hidden_size]``.
+        ``token_ids`` is int64 ``[num_tokens]``; the result is float32 ``[num_tokens, hidden_size]``.
         """
         hidden = self._embedding.embed(token_ids)
-        cos, sin = self._rotary.at(positions)
         for layer in self._layers:
-            hidden = layer(hidden, cos, sin, cache)
+            hidden = layer(hidden, context)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

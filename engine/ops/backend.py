@@ -63,6 +63,15 @@ class PagedAttention(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What every layer is given of one step beside its input. Made once per step."""
+
+    cos: torch.Tensor  # [num_tokens, 1, head_dim] float32, as Backend.rotary takes it
+    sin: torch.Tensor  # the same shape
+    attention: PagedAttention
+
+
 class Backend(abc.ABC):
     """Operations on one device, in one number format.
 
