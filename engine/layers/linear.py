@@ -31,17 +31,23 @@ def build_linear(context: BuildContext, name: str, in_features: int, out_feature
 def build_merged_linear(
     context: BuildContext, parts: Sequence[tuple[str, int]], in_features: int, bias: bool
 ) -> Linear:
-    """Linear layers with one input as one: their outputs follow each other on the last axis.
+    """Linear layers with one input as one, see ``pack_linears``."""
+    return Linear(context.backend, pack_linears(context, parts, in_features, bias))
+
+
+def pack_linears(
+    context: BuildContext, parts: Sequence[tuple[str, int]], in_features: int, bias: bool
+) -> PackedLinear:
+    """Linear layers with one input, laid out as one: their outputs follow each other on the last axis.
 
     ``parts`` gives each layer's name and number of output features. Raises WeightError for a missing or
     misshapen tensor, WeightRangeError for a weight that the number format cannot hold.
     """
-    take, backend = context.weights.take, context.backend
+    take = context.weights.take
     weights = [take(f"{name}.weight", (size, in_features)) for name, size in parts]
     biases = [take(f"{name}.bias", (size,)) for name, size in parts] if bias else []
     try:
-        packed = backend.prepack_linear(weights, biases)
+        return context.backend.prepack_linear(weights, biases)
     except WeightRangeError as error:
         names = ", ".join(f"{name}.weight" for name, _ in parts)
         raise WeightRangeError(f"{names}: {error}") from None
-    return Linear(backend, packed)

@@ -18,3 +18,7 @@ class RmsNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Float32 ``[..., size]`` to the same shape."""
         return self._backend.rms_norm(x, self._weight, self._eps)
+
+    def after_adding(self, residual: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """Adds ``update`` to ``residual`` in place, and normalises the sum."""
+        return self._backend.add_rms_norm(residual, update, self._weight, self._eps)

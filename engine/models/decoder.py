@@ -19,7 +19,10 @@ from engine.ops.backend import Backend, StepContext
 
 
 class DecoderLayer:
-    """Attention and feed-forward, each normalised before and added to the residual stream after."""
+    """Attention and feed-forward, each normalised before and added to the residual stream after.
+
+    What a layer computed last is added by the norm that follows it, in the next layer.
+    """
 
     def __init__(self, context: BuildContext, layer: int) -> None:
         prefix, hidden_size = f"model.layers.{layer}", context.config.hidden_size
@@ -28,10 +31,20 @@ class DecoderLayer:
         self._mlp_norm = RmsNorm(context, f"{prefix}.post_attention_layernorm", hidden_size)
         self._mlp = build_mlp(context, layer)
 
-    def __call__(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Adds the layer's output to ``hidden``, float32 ``[num_tokens, hidden_size]``, in place."""
-        hidden.add_(self._attention(self._attention_norm(hidden), context))
-        return hidden.add_(self._mlp(self._mlp_norm(hidden)))
+    def __call__(
+        self, residual: torch.Tensor, update: torch.Tensor | None, context: StepContext
+    ) -> torch.Tensor:
+        """Takes ``update``, what the layer before gave, into ``residual``, and gives this layer's own.
+
+        ``residual`` is float32 ``[num_tokens, hidden_size]`` and changes in place; the first layer has no
+        ``update``.
+        """
+        if update is None:
+            normed = self._attention_norm(residual)
+        else:
+            normed = self._attention_norm.after_adding(residual, update)
+        normed = self._mlp_norm.after_adding(residual, self._attention(normed, context))
+        return self._mlp(normed)
 
 
 class Decoder:
@@ -75,10 +88,10 @@ class Decoder:
 
         ``token_ids`` is int64 ``[num_tokens]``; the result is float32 ``[num_tokens, hidden_size]``.
         """
-        hidden = self._embedding.embed(token_ids)
+        residual, update = self._embedding.embed(token_ids), None
         for layer in self._layers:
-            hidden = layer(hidden, context)
-        return hidden
+            update = layer(residual, update, context)
+        return residual if update is None else residual.add_(update)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 ``[num_rows, vocab_size]`` for rows of :meth:`forward`'s result."""

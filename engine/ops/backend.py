@@ -76,6 +76,9 @@ class Backend(abc.ABC):
     """Operations on one device, in one number format.
 
     A row's result is bitwise the same whichever rows share the step, and however many.
+
+    Layers call the coarse operations at the end, which are composed of the fine ones: a backend may replace
+    each by one kernel.
     """
 
     def __init__(self, number_format: NumberFormat, device: torch.device | None = None) -> None:
@@ -155,3 +158,36 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def plan_attention(self, spans: Sequence[SequenceSpan], kv_cache: KvCacheStorage) -> PagedAttention:
         """Prepares one step's attention. ``spans`` follow each other on the token axis without gaps."""
+
+    def qkv(
+        self, x: torch.Tensor, packed: PackedLinear, num_heads: int, num_kv_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One linear layer that gives queries, keys and values in this order, split.
+
+        Queries and keys stay together, as both are rotated: ``[num_tokens, num_heads + num_kv_heads,
+        head_dim]`` and ``[num_tokens, num_kv_heads, head_dim]`` in the activations' dtype, maybe views.
+        """
+        heads = self.linear(x, packed).view(x.shape[0], num_heads + 2 * num_kv_heads, -1)
+        return heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+
+    def rotary_write_attend(
+        self, layer: int, query_key: torch.Tensor, value: torch.Tensor, scale: float, context: StepContext
+    ) -> torch.Tensor:
+        """Rotates queries and keys, stores keys and values in layer ``layer`` of the cache, and attends.
+
+        ``query_key`` and ``value`` are shaped as :meth:`qkv` gives them, in any dtype; the result is float32
+        ``[num_tokens, num_heads, head_dim]``, see :meth:`PagedAttention.attend`.
+        """
+        num_heads = query_key.shape[1] - value.shape[1]
+        query_key = self.rotary(query_key, context.cos, context.sin)
+        context.attention.write_kv(layer, query_key[:, num_heads:], value)
+        return context.attention.attend(layer, query_key[:, :num_heads], scale)
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Adds ``update`` to ``residual`` in place, and gives the sum's :meth:`rms_norm`.
+
+        Both are ``[num_tokens, hidden_size]``, ``residual`` float32, ``update`` of any dtype.
+        """
+        return self.rms_norm(residual.add_(update), weight, eps)

@@ -46,13 +46,15 @@ def run_worker(config: LeadoutConfig, role: Role, worker_id: str | None = None) 
         prefix_caching=config.engine.prefix_caching,
     )
     logger.info(
-        "loaded %s in %s (%s) in %.1f s; %d KV blocks of %d tokens, longest sequence %d tokens, %d threads",
+        "loaded %s in %s (%s) in %.1f s; %d KV blocks of %d tokens in %s, "
+        "longest sequence %d tokens, %d threads",
         source.path,
         created.number_format.name,
         created.kernels,
         time.monotonic() - began,
         created.storage.num_blocks - 1,
         created.kv_layout.block_size,
+        created.kv_layout.dtype,
         created.max_model_len,
         num_threads,
     )

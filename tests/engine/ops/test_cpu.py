@@ -9,9 +9,9 @@ import torch
 
 from cluster.kv_layout import KvLayout
 from engine.kv_cache_storage import KvCacheStorage
-from engine.ops.backend import SequenceSpan
+from engine.ops.backend import SequenceSpan, StepContext
 from engine.ops.cpu import CpuBackend
-from engine.ops.number_formats import FLOAT32, NumberFormat
+from engine.ops.number_formats import FLOAT32, NumberFormat, resolve_kv_cache_dtype
 from engine.ops.reference import ReferenceBackend
 from tests.engine.formats import FORMATS, name_of
 from tests.engine.stored import stored
@@ -53,6 +53,45 @@ def test_element_wise_operations() -> None:
     table, token_ids = torch.randn(20, 48), torch.tensor([0, 19, 3, 3])
     rows, plain_rows = ours.embedding_table(stored(table)), reference.embedding_table(stored(table))
     assert torch.equal(ours.embedding(token_ids, rows), reference.embedding(token_ids, plain_rows))
+
+
+@pytest.mark.parametrize("number_format", FORMATS, ids=name_of)
+def test_coarse_operations(number_format: NumberFormat) -> None:
+    """Each is what its parts are, whether a backend composes it of them or not."""
+    torch.manual_seed(2)
+    num_heads, num_kv_heads, head_dim, dtype = 6, 2, 16, number_format.weights
+    layout = KvLayout(
+        num_layers=2,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=BLOCK_SIZE,
+        dtype=resolve_kv_cache_dtype("auto", number_format),
+    )
+    weights = [stored((torch.randn(heads * head_dim, 48) * 0.1).to(dtype)) for heads in (6, 2, 2)]
+    spans = [SequenceSpan(0, 20, 0, [3, 1]), SequenceSpan(20, 1, 0, [2])]
+    x, norm = torch.randn(21, 48), torch.rand(48)
+    cos, sin = torch.randn(2, 21, 1, head_dim)
+    results = []
+    for backend in (CpuBackend(number_format), ReferenceBackend(number_format)):
+        query_key, value = backend.qkv(x, backend.prepack_linear(weights), num_heads, num_kv_heads)
+        assert query_key.shape == (21, num_heads + num_kv_heads, head_dim)
+        assert value.shape == (21, num_kv_heads, head_dim)
+        assert query_key.dtype is value.dtype is number_format.activations
+        storage = KvCacheStorage(layout, 4)
+        context = StepContext(cos, sin, backend.plan_attention(spans, storage))
+        attended = backend.rotary_write_attend(1, query_key, value, 0.25, context)
+        residual = x.clone()
+        normed = backend.add_rms_norm(residual, attended.view(21, -1)[:, :48], norm, 1e-5)
+        results.append((query_key, value, storage.tensor, attended, residual, normed))
+        assert not storage.tensor[:, 0].any(), "another layer was written"
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, atol=2e-2, rtol=2e-2)
+    query_key, value, cache, attended, residual, normed = results[1]
+    rotated = backend.rotary(query_key, cos, sin)
+    assert torch.equal(cache[2, 1, 0, :, 0], rotated[20, num_heads:].to(cache.dtype))
+    assert torch.equal(cache[2, 1, 1, :, 0], value[20].to(cache.dtype))
+    assert torch.equal(residual, x + attended.view(21, -1)[:, :48])
+    assert torch.equal(normed, backend.rms_norm(residual, norm, 1e-5))
 
 
 def spans_of(rng: random.Random) -> tuple[list[SequenceSpan], list[int]]:
