@@ -69,7 +69,7 @@ def create_engine(
     kv_cache_memory: int,
     kv_cache_dtype: str,
     scheduler_config: SchedulerConfig,
-    prefix_caching: bool = True,
+    prefix_caching: bool,
 ) -> CreatedEngine:
     """Loads the model and allocates its KV cache of at most ``kv_cache_memory`` bytes.
 
@@ -135,12 +135,12 @@ def _create(
     engine = Engine(
         ModelRunner(model.module, storage),
         scheduler_config=scheduler_config,
-        kv_layout=layout,
         num_blocks=num_blocks,
+        block_size=block_size,
         eos_token_ids=model.config.eos_token_ids,
         max_model_len=model.max_model_len,
         vocab_size=model.config.vocab_size,
-        hash_root=functools.partial(root_hash, fingerprint, layout.block_size),
+        hash_root=functools.partial(root_hash, fingerprint, block_size),
         prefix_caching=prefix_caching,
     )
     return CreatedEngine(

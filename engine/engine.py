@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 
 from cluster.block_hash import BlockHash
-from cluster.kv_layout import KvLayout
 from cluster.load import Load
 from cluster.messages import TokenLogprobs
 from engine.batch import Batch
@@ -62,25 +61,23 @@ class Engine:
         runner: Runner,
         *,
         scheduler_config: SchedulerConfig,
-        kv_layout: KvLayout,
         num_blocks: int,
+        block_size: int,
         eos_token_ids: Sequence[int],
         max_model_len: int,
         vocab_size: int,
         hash_root: Callable[[str], BlockHash],
-        prefix_caching: bool = True,
+        prefix_caching: bool,
     ) -> None:
-        """``num_blocks`` includes the null block 0, which is never allocated.
+        """``num_blocks`` includes the null block 0, which is never allocated. ``block_size`` is in tokens.
 
         ``hash_root`` maps a request's cache salt to the root of its block-hash chain, usually
-        ``functools.partial(root_hash, model_fingerprint, kv_layout.block_size)``. Raises ValueError on
-        impossible sizes.
+        ``functools.partial(root_hash, model_fingerprint, block_size)``. Raises ValueError on impossible
+        sizes.
         """
         self._runner = runner
         self._vocab_size = vocab_size
-        self._kv_cache = KvCacheManager(
-            num_blocks, kv_layout.block_size, hash_root, prefix_caching=prefix_caching
-        )
+        self._kv_cache = KvCacheManager(num_blocks, block_size, hash_root, prefix_caching=prefix_caching)
         self._scheduler = Scheduler(
             scheduler_config,
             self._kv_cache,
@@ -133,7 +130,7 @@ class Engine:
         self._logits_states.pop(request_id, None)
         return True
 
-    def activate(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> None:
+    def activate(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None) -> None:
         """A peer has written the whole reserved prompt and sampled ``first_token``: the request runs.
 
         The token's output comes with the next step. Raises RequestStateError unless the request has a
@@ -146,7 +143,7 @@ class Engine:
             )
         self._take_output(self._scheduler.activate(request_id, first_token, logprobs))
 
-    def fail_remote(self, request_id: str, num_landed_tokens: int = 0) -> None:
+    def fail_remote(self, request_id: str, num_landed_tokens: int) -> None:
         """The peer failed and no longer writes: the request is computed here, in the blocks reserved for it.
 
         The first ``num_landed_tokens`` positions, counted from the prompt's start, already hold valid KV.

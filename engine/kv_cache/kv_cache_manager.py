@@ -42,7 +42,7 @@ class KvCacheManager:
         block_size: int,
         hash_root: Callable[[str], BlockHash],
         *,
-        prefix_caching: bool = True,
+        prefix_caching: bool,
     ) -> None:
         """``num_blocks`` includes the null block. ``hash_root`` maps a cache salt to its chain's root."""
         if block_size < 1:
@@ -62,11 +62,6 @@ class KvCacheManager:
     def num_total_blocks(self) -> int:
         """Blocks that can ever be allocated."""
         return self._pool.num_total
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that can be allocated now."""
-        return self._pool.num_free
 
     def load(self) -> KvLoad:
         """Counts of blocks by what they are used for. A block shared by several is counted once each."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,10 +14,6 @@ class PrefillCandidate:
     num_remaining_tokens: int  # neither computed nor, as far as is known, in the prefix cache
     waited_s: float  # seconds since arrival
     ageing_tokens_per_second: float
-
-
-# The candidate with the smallest key goes first. Keys must be unique, hence the arrival index at the end.
-PrefillPolicy = Callable[[PrefillCandidate], tuple[float, int]]
 
 
 def fcfs(candidate: PrefillCandidate) -> tuple[float, int]:
@@ -37,4 +32,5 @@ def shortest_remaining(candidate: PrefillCandidate) -> tuple[float, int]:
     return (aged, candidate.arrival_index)
 
 
+# The candidate with the smallest key goes first. Keys must be unique, hence the arrival index at the end.
 PREFILL_POLICIES = MappingProxyType({"fcfs": fcfs, "shortest_remaining": shortest_remaining})

@@ -134,7 +134,7 @@ class Scheduler:
         accepted, stop = self._append(sequence, [SampledToken(token_id=first_token, logprobs=logprobs)])
         return self._tokens_output(sequence, accepted, stop)
 
-    def fail_remote(self, request_id: str, num_landed_tokens: int = 0) -> None:
+    def fail_remote(self, request_id: str, num_landed_tokens: int) -> None:
         """The peer failed, and no longer writes: the request is computed here, in its reserved blocks.
 
         The first ``num_landed_tokens`` positions (those cached here before included) already hold valid KV.

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from cluster.block_hash import root_hash
-from cluster.kv_layout import KvLayout
 from cluster.sampling_params import SamplingParams
 from engine.batch import Batch
 from engine.engine import Engine, LaunchedStep
@@ -84,14 +83,13 @@ def make_engine(
     **config: Any,
 ) -> tuple[Engine, PrefixRunner]:
     """An engine over a new ``PrefixRunner``; ``config`` are fields of SchedulerConfig."""
-    layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32")
     runner = runner or PrefixRunner(num_blocks, block_size)
     settings: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 8, **config}
     engine = Engine(
         runner,
         scheduler_config=replace(SCHEDULER_CONFIG, **settings),
-        kv_layout=layout,
         num_blocks=num_blocks,
+        block_size=block_size,
         eos_token_ids=(EOS,),
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,

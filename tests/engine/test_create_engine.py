@@ -53,6 +53,7 @@ def create(source: ModelSource, **changes: Any) -> CreatedEngine:
         "kv_cache_memory": 40 * BLOCK_BYTES,
         "kv_cache_dtype": "auto",
         "scheduler_config": SCHEDULER_CONFIG,
+        "prefix_caching": True,
     }
     return create_engine(source, **(settings | changes))
 

@@ -96,7 +96,7 @@ def test_an_activated_request_that_is_preempted_is_computed_here() -> None:
     collector = Collector(engine)
     reservations = list(collector.step().reservations)
     runner.write(reservations[0].block_ids, 0, PROMPT)
-    engine.activate("remote", oracle(PROMPT, sampling)[0])
+    engine.activate("remote", oracle(PROMPT, sampling)[0], None)
     while engine.has_work():
         reservations += collector.step().reservations
     assert engine.load().queue.preemptions_total > 0
@@ -109,7 +109,7 @@ def test_an_abort_after_the_first_token_ended_a_request_silences_it() -> None:
     engine.add_request(new_request("r", PROMPT, greedy(1), remote_prefill=True), 0.0)
     (reservation,) = engine.step(0.0).reservations
     runner.write(reservation.block_ids, 0, PROMPT)
-    engine.activate("r", 5)
+    engine.activate("r", 5, None)
     assert not engine.abort("r")  # it has ended, only nobody was told yet
     assert engine.step(0.1).outputs == ()
     assert engine.load().kv.blocks_free == engine.load().kv.blocks_total

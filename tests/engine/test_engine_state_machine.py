@@ -201,7 +201,7 @@ class EngineMachine(RuleBasedStateMachine):
         tracked = self.live[request_id]
         self._peer_writes(tracked, len(tracked.tokens))
         tracked.reservation = None
-        self.engine.activate(request_id, tracked.expected[0])
+        self.engine.activate(request_id, tracked.expected[0], None)
         self.engine.check_invariants()
 
     @precondition(lambda self: self._reserved())

@@ -46,7 +46,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = KvCacheManager(NUM_BLOCKS, BLOCK_SIZE, ROOT)
+        self.manager = KvCacheManager(NUM_BLOCKS, BLOCK_SIZE, ROOT, prefix_caching=True)
         self.live: dict[str, Sequence] = {}
         self.held: set[str] = set()
         self.quarantined: set[str] = set()
@@ -125,7 +125,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.manager.release(name)
         for name in self.quarantined:
             self.manager.release_quarantined(name)
-        assert self.manager.num_free_blocks == self.manager.num_total_blocks == NUM_BLOCKS - 1
+        assert self.manager.load().blocks_free == self.manager.num_total_blocks == NUM_BLOCKS - 1
 
 
 CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -133,7 +133,7 @@ TestCacheMachine = CacheMachine.TestCase
 
 
 def test_the_least_recently_used_prefix_is_evicted_tail_first() -> None:
-    manager = KvCacheManager(7, BLOCK_SIZE, ROOT)  # six blocks
+    manager = KvCacheManager(7, BLOCK_SIZE, ROOT, prefix_caching=True)  # six blocks
     old, new = sequence("old", list(range(12))), sequence("new", list(range(50, 62)))
     for one in (old, new):
         assert admit(manager, one)
@@ -147,13 +147,13 @@ def test_the_least_recently_used_prefix_is_evicted_tail_first() -> None:
 
 
 def test_no_block_is_taken_when_there_are_too_few() -> None:
-    manager = KvCacheManager(3, BLOCK_SIZE, ROOT)
+    manager = KvCacheManager(3, BLOCK_SIZE, ROOT, prefix_caching=True)
     assert not admit(manager, sequence("a", list(range(12))))
-    assert manager.num_free_blocks == 2
+    assert manager.load().blocks_free == 2
 
 
 def test_double_free_is_an_error() -> None:
-    manager = KvCacheManager(3, BLOCK_SIZE, ROOT)
+    manager = KvCacheManager(3, BLOCK_SIZE, ROOT, prefix_caching=True)
     one = sequence("a", [1, 2])
     assert admit(manager, one)
     manager.free("a")

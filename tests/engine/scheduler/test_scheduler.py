@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -16,13 +17,13 @@ from tests.engine.prefix_runner import EOS, new_request
 from tests.engine.scheduler_config import SCHEDULER_CONFIG
 
 BLOCK_SIZE = 4
-ROOT = root_hash("model", "layout", "")
+ROOT = root_hash("model", BLOCK_SIZE)
 PROMPT = [3, 1, 4, 1, 5]
 
 
 def make_scheduler(**config: int) -> Scheduler:
     settings = replace(SCHEDULER_CONFIG, **{"max_num_batched_tokens": 16, "max_num_seqs": 8, **config})  # type: ignore[arg-type]
-    kv_cache = KvCacheManager(20, BLOCK_SIZE, lambda salt: root_hash("model", "layout", salt))
+    kv_cache = KvCacheManager(20, BLOCK_SIZE, partial(root_hash, "model", BLOCK_SIZE), prefix_caching=True)
     return Scheduler(settings, kv_cache, eos_token_ids=frozenset({EOS}), max_model_len=64)
 
 

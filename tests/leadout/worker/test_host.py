@@ -37,6 +37,7 @@ def created(source: ModelSource) -> CreatedEngine:
         kv_cache_memory=1 << 20,
         kv_cache_dtype="auto",
         scheduler_config=SCHEDULER_CONFIG,
+        prefix_caching=True,
     )
 
 
