@@ -72,7 +72,7 @@ class Reader:
         dtype = resolve_kv_cache_dtype("auto", number_format)
         layout = kv_layout(model.config, BLOCK_SIZE, dtype)
         self._num_blocks = -(-PROMPT // BLOCK_SIZE)
-        self._runner = ModelRunner(model.module, KvCacheStorage(layout, max(BATCHES) * self._num_blocks + 1))
+        self._runner = ModelRunner(model, KvCacheStorage(layout, max(BATCHES) * self._num_blocks + 1))
 
     def step(self, parts: Sequence[tuple[int, Sequence[int], int]]) -> torch.Tensor:
         """Logits after the last token of each part: (sequence's number, tokens, position of the first)."""

@@ -133,7 +133,7 @@ def _create(
         ) from error
     fingerprint = model_fingerprint(source)
     engine = Engine(
-        ModelRunner(model.module, storage),
+        ModelRunner(model, storage),
         scheduler_config=scheduler_config,
         num_blocks=num_blocks,
         block_size=block_size,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
 
 import torch
 
@@ -20,15 +19,6 @@ from model_files.gguf import GgufFile
 from model_files.model_source import ModelSource
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model ready to run."""
-
-    config: ModelConfig
-    module: Decoder
-    max_model_len: int  # tokens
-
-
 def load_model_config(source: ModelSource) -> ModelConfig:
     """The configuration alone, without weights. Raises ModelConfigError, GgufFormatError, OSError."""
     if source.kind == "gguf":
@@ -37,7 +27,7 @@ def load_model_config(source: ModelSource) -> ModelConfig:
     return hf_model_config(source.path)
 
 
-def load_model(source: ModelSource, *, backend: Backend, max_model_len: int | None = None) -> LoadedModel:
+def load_model(source: ModelSource, *, backend: Backend, max_model_len: int | None = None) -> Decoder:
     """Reads configuration and weights and builds the model in the backend's number format.
 
     ``max_model_len`` is the longest context to serve, in tokens; None asks for all the model allows. Raises
@@ -60,9 +50,9 @@ def load_model(source: ModelSource, *, backend: Backend, max_model_len: int | No
 @torch.inference_mode()
 def _build(
     config: ModelConfig, weights: WeightSource, backend: Backend, max_model_len: int | None
-) -> LoadedModel:
+) -> Decoder:
     length = config.resolve_max_model_len(max_model_len)
     reader = WeightReader(weights)
-    module = Decoder(BuildContext(config, reader, backend, length))
+    model = Decoder(BuildContext(config, reader, backend, length))
     reader.finish()
-    return LoadedModel(config, module, length)
+    return model

@@ -13,7 +13,8 @@ import torch
 from engine.batch import Batch, ScheduledSequence
 from engine.kv_cache_storage import KvCacheStorage
 from engine.model_runner import ModelRunner, kv_layout
-from engine.models.load import LoadedModel, load_model
+from engine.models.decoder import Decoder
+from engine.models.load import load_model
 from engine.ops.cpu import CpuBackend
 from engine.ops.number_formats import FLOAT32, NumberFormat, resolve_kv_cache_dtype
 from engine.ops.reference import ReferenceBackend
@@ -29,7 +30,7 @@ HEAD_DIMS = [64, 96, 128, 192, 256]
 
 
 @functools.cache
-def bundled(number_format: NumberFormat) -> LoadedModel:
+def bundled(number_format: NumberFormat) -> Decoder:
     return load_model(resolve_model(BUNDLED_MODEL), backend=CpuBackend(number_format))
 
 
@@ -57,26 +58,26 @@ def number_format(request: pytest.FixtureRequest) -> NumberFormat:
 
 
 @pytest.fixture
-def odd(folders: dict[int, Path], head_dim: int, number_format: NumberFormat) -> LoadedModel:
+def odd(folders: dict[int, Path], head_dim: int, number_format: NumberFormat) -> Decoder:
     """Each head size in each number format."""
     return load_model(ModelSource("hf", folders[head_dim], "odd"), backend=CpuBackend(number_format))
 
 
 @pytest.fixture(scope="module")
-def tiny(folders: dict[int, Path]) -> LoadedModel:
+def tiny(folders: dict[int, Path]) -> Decoder:
     return load_model(ModelSource("hf", folders[64], "tiny"), backend=CpuBackend(FLOAT32))
 
 
 class Driver:
     """Runs sequences through a fresh KV cache with block tables in random order."""
 
-    def __init__(self, model: LoadedModel, seed: int = 0) -> None:
-        dtype = resolve_kv_cache_dtype("auto", model.module.backend.number_format)
+    def __init__(self, model: Decoder, seed: int = 0) -> None:
+        dtype = resolve_kv_cache_dtype("auto", model.backend.number_format)
         layout = kv_layout(model.config, BLOCK_SIZE, dtype)
         storage = KvCacheStorage(layout, NUM_BLOCKS)
         # What was never computed must not matter, whatever it holds.
         storage.tensor.fill_(float("nan"))
-        self.runner = ModelRunner(model.module, storage)
+        self.runner = ModelRunner(model, storage)
         self.free = list(range(1, NUM_BLOCKS))
         random.Random(seed).shuffle(self.free)
         self.tables: dict[str, list[int]] = {}
@@ -97,11 +98,11 @@ class Driver:
         return self.runner.forward(Batch(parts))
 
 
-def tokens_of(model: LoadedModel, length: int, seed: int) -> list[int]:
+def tokens_of(model: Decoder, length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(model.config.vocab_size), k=length)
 
 
-def alone(model: LoadedModel, prompt: list[int], decoded: list[int]) -> list[torch.Tensor]:
+def alone(model: Decoder, prompt: list[int], decoded: list[int]) -> list[torch.Tensor]:
     """Logits of a prompt in one chunk and then of single tokens."""
     driver, tokens = Driver(model), prompt + decoded
     rows = [driver.step(driver.part("a", tokens, 0, len(prompt)))[0]]
@@ -110,7 +111,7 @@ def alone(model: LoadedModel, prompt: list[int], decoded: list[int]) -> list[tor
     return rows
 
 
-def check_in_company(model: LoadedModel, seed: int) -> None:
+def check_in_company(model: Decoder, seed: int) -> None:
     rng = random.Random(seed)
     prompt, decoded = tokens_of(model, rng.randrange(20, 90), seed), tokens_of(model, 4, seed + 1)
     expected = alone(model, prompt, decoded)
@@ -140,13 +141,13 @@ def check_in_company(model: LoadedModel, seed: int) -> None:
         assert torch.equal(row, expected[index + 1]), f"decoded token {index}"
 
 
-def check_recomputed(model: LoadedModel) -> None:
+def check_recomputed(model: Decoder) -> None:
     tokens = tokens_of(model, 46, 3)
     decoded = alone(model, tokens[:40], tokens[40:])[-1]
     assert torch.equal(decoded, alone(model, tokens, [])[-1])
 
 
-def check_batch_sizes(model: LoadedModel, sizes: list[int]) -> None:
+def check_batch_sizes(model: Decoder, sizes: list[int]) -> None:
     """A token decoded alone, and beside 1 to 127 others that decode as well."""
     driver, tokens = Driver(model), tokens_of(model, 21, 5)
     others = {f"o{index}": tokens_of(model, 6, index) for index in range(max(sizes) - 1)}
@@ -163,19 +164,19 @@ def check_batch_sizes(model: LoadedModel, sizes: list[int]) -> None:
 BATCH_SIZES = [*range(2, 9), 13, 14, 31, 32, 37, 38, 128]
 
 
-def test_company_and_chunks_change_no_bit(odd: LoadedModel) -> None:
+def test_company_and_chunks_change_no_bit(odd: Decoder) -> None:
     check_in_company(odd, 0)
 
 
-def test_decoding_gives_the_same_bits_as_recomputing_after_preemption(odd: LoadedModel) -> None:
+def test_decoding_gives_the_same_bits_as_recomputing_after_preemption(odd: Decoder) -> None:
     check_recomputed(odd)
 
 
-def test_the_size_of_the_batch_changes_no_bit(odd: LoadedModel) -> None:
+def test_the_size_of_the_batch_changes_no_bit(odd: Decoder) -> None:
     check_batch_sizes(odd, BATCH_SIZES)
 
 
-def test_chunks_of_every_small_size_change_no_bit(odd: LoadedModel) -> None:
+def test_chunks_of_every_small_size_change_no_bit(odd: Decoder) -> None:
     tokens = tokens_of(odd, 40, 9)
     expected = alone(odd, tokens, [])[-1]
     for size in (1, 2, 3, 5, 7, 31, 33):
@@ -186,7 +187,7 @@ def test_chunks_of_every_small_size_change_no_bit(odd: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [2, 5])
-def test_the_same_with_several_threads(tiny: LoadedModel, num_threads: int) -> None:
+def test_the_same_with_several_threads(tiny: Decoder, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     try:
         check_in_company(tiny, 3)
@@ -204,7 +205,7 @@ def test_the_bundled_model(number_format: NumberFormat) -> None:
     check_batch_sizes(model, [2, 7, 14, 37])
 
 
-def test_only_asked_rows_come_back_in_order(tiny: LoadedModel) -> None:
+def test_only_asked_rows_come_back_in_order(tiny: Decoder) -> None:
     driver = Driver(tiny)
     one, two, three = (tokens_of(tiny, 9, seed) for seed in (1, 2, 3))
     parts = [driver.part(name, tokens, 0, 9) for name, tokens in (("1", one), ("2", two), ("3", three))]
@@ -218,7 +219,7 @@ def test_only_asked_rows_come_back_in_order(tiny: LoadedModel) -> None:
     assert torch.equal(rows[1], alone(tiny, three, [])[0])
 
 
-def test_logits_of_several_positions_are_those_of_one_at_a_time(tiny: LoadedModel) -> None:
+def test_logits_of_several_positions_are_those_of_one_at_a_time(tiny: Decoder) -> None:
     """What draft tokens are verified by."""
     prompt, drafts = tokens_of(tiny, 20, 1), tokens_of(tiny, 3, 2)
     expected = alone(tiny, prompt, drafts)
@@ -228,10 +229,10 @@ def test_logits_of_several_positions_are_those_of_one_at_a_time(tiny: LoadedMode
     assert all(torch.equal(row, wanted) for row, wanted in zip(rows, expected, strict=True))
 
 
-def test_a_cache_of_another_layout_is_refused(tiny: LoadedModel) -> None:
+def test_a_cache_of_another_layout_is_refused(tiny: Decoder) -> None:
     layout = kv_layout(dataclasses.replace(tiny.config, num_layers=3), BLOCK_SIZE, "float32")
     with pytest.raises(ValueError, match="laid out"):
-        ModelRunner(tiny.module, KvCacheStorage(layout, 4))
+        ModelRunner(tiny, KvCacheStorage(layout, 4))
 
 
 def test_everything_lies_on_the_backends_device(folders: dict[int, Path]) -> None:
@@ -240,6 +241,6 @@ def test_everything_lies_on_the_backends_device(folders: dict[int, Path]) -> Non
     model = load_model(ModelSource("hf", folders[64], "meta"), backend=backend)
     storage = KvCacheStorage(kv_layout(model.config, BLOCK_SIZE, "float32"), 4, backend.device)
     part = ScheduledSequence(request_id="a", token_ids=[5, 6, 7], start=0, block_ids=(1,), num_logits=2)
-    runner = ModelRunner(model.module, storage)
+    runner = ModelRunner(model, storage)
     assert runner.forward(Batch((part,))).device == backend.device
     assert runner.forward(Batch(())).device == backend.device

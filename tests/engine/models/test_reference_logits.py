@@ -31,7 +31,7 @@ def logits_of(source: ModelSource, token_ids: list[int]) -> torch.Tensor:
     model = load_model(source, backend=CpuBackend(FLOAT32))
     layout = kv_layout(model.config, 16, "float32")
     num_blocks = -(-len(token_ids) // 16)
-    runner = ModelRunner(model.module, KvCacheStorage(layout, num_blocks + 1))
+    runner = ModelRunner(model, KvCacheStorage(layout, num_blocks + 1))
     rows = []
     for position in range(len(token_ids)):
         batch = Batch(
